@@ -1,0 +1,1 @@
+"""Prefix-sharing operators, one a module, from its public function to its backward."""

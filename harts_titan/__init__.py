@@ -1,0 +1,1 @@
+"""The torchtitan model and trainer of HARTS."""

@@ -1,0 +1,1 @@
+"""Plans prefix-shared training: integers in, frozen dataclasses out (numpy only)."""
