@@ -1,0 +1,143 @@
+"""Sorted order, longest common prefixes and compact sizes of trajectories (paper A.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+_FIRST_BLOCK = 128  # tokens compared at first; deeper comparisons take larger blocks
+_BLOCK_GROWTH = 4
+_KEY_BYTES = 1 << 26  # sort keys alive at one time, so that a large batch is never copied whole
+
+
+def _key(trajectory: np.ndarray, start: int, block: int) -> bytes:
+    # Little-endian int32 on every platform, so that every rank finds the same order.
+    return trajectory[start : start + block].astype("<i4", copy=False).tobytes()
+
+
+def _first_difference(left: bytes, right: bytes) -> int:
+    """Tokens that two different keys have in common."""
+    count = min(len(left), len(right)) // 4
+    differs = np.frombuffer(left, "<i4", count) != np.frombuffer(right, "<i4", count)
+    at = int(differs.argmax()) if count else 0
+    return at if count and differs[at] else count
+
+
+def sort_with_lcp(trajectories: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the lexicographic order and the neighbour LCPs in one pass over the tokens.
+
+    Ties are compared block by block, so a token is read about once and a shared prefix is never
+    compared twice; the extra memory is bounded, not proportional to the batch.
+
+    Args:
+        trajectories: 1-D integer arrays of token ids in ``[0, 2**31)``.
+    Returns:
+        ``(order, lcp)``: input indices in sorted order (bytes of little-endian int32; equal
+        trajectories by index), and ``lcp[i]``, tokens that sorted trajectories ``i - 1`` and ``i``
+        have in common (``lcp[0] = 0``); both int64 ``[N]``.
+    """
+    order: list[int] = []
+    lcp: list[int] = []
+    stack = [(list(range(len(trajectories))), 0, _FIRST_BLOCK, 0)] if len(trajectories) else []
+    while stack:
+        members, start, block, before = stack.pop()
+        if len(members) == 1:
+            order.append(members[0])
+            lcp.append(before)
+            continue
+        block = max(1, min(block, _KEY_BYTES // (4 * len(members))))
+        keys = [_key(trajectories[i], start, block) for i in members]
+        ranked = sorted(range(len(members)), key=keys.__getitem__)
+        runs = [[ranked[0]]]
+        for rank in ranked[1:]:
+            if keys[rank] == keys[runs[-1][0]]:
+                runs[-1].append(rank)
+            else:
+                runs.append([rank])
+        children = []
+        for at, run in enumerate(runs):
+            key = keys[run[0]]
+            if at:
+                before = start + _first_difference(keys[runs[at - 1][0]], key)
+            group = [members[rank] for rank in run]
+            if key:
+                children.append((group, start + block, block * _BLOCK_GROWTH, before))
+            else:  # the empty key sorts first: these trajectories ended before this block
+                order.extend(group)
+                lcp.extend([before] + [len(trajectories[i]) for i in group[1:]])
+        stack.extend(reversed(children))
+    return np.array(order, dtype=np.int64), np.array(lcp, dtype=np.int64)
+
+
+def lexicographic_order(trajectories: Sequence[np.ndarray]) -> np.ndarray:
+    """Return input indices in lexicographic order; see ``sort_with_lcp``."""
+    return sort_with_lcp(trajectories)[0]
+
+
+def neighbour_lcp(trajectories: Sequence[np.ndarray], order: np.ndarray) -> np.ndarray:
+    """Return the LCP of each trajectory with its predecessor in ``order`` (0 for the first).
+
+    Args:
+        trajectories: 1-D integer arrays of token ids.
+        order: Any sequence of input indices, int64 ``[n]``.
+    Returns:
+        int64 ``[n]``, in tokens.
+    """
+    lcp = np.zeros(len(order), dtype=np.int64)
+    for i in range(1, len(order)):
+        lcp[i] = _common_prefix(trajectories[order[i - 1]], trajectories[order[i]])
+    return lcp
+
+
+def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
+    count, start, block = min(len(left), len(right)), 0, _FIRST_BLOCK
+    while start < count:
+        stop = min(count, start + block)
+        differs = left[start:stop] != right[start:stop]
+        at = int(differs.argmax())
+        if differs[at]:
+            return start + at
+        start, block = stop, block * _BLOCK_GROWTH
+    return count
+
+
+def compact_size(length: np.ndarray, lcp: np.ndarray) -> int:
+    """Return ``C(M)``, the rows of a prefix forest, from sorted members.
+
+    Args:
+        length: Tokens of each member, in sorted order.
+        lcp: LCP of each member with the member before it; ``lcp[0]`` is ignored.
+    """
+    return int(length.sum() - lcp[1:].sum()) if len(length) else 0
+
+
+def select_lcp(lcp: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return the neighbour LCPs of a subset, O(span): a minimum over each gap.
+
+    Args:
+        lcp: Neighbour LCPs of all trajectories in sorted order.
+        positions: Ascending positions of the subset in that order.
+    """
+    if len(positions) < 2:
+        return np.zeros(len(positions), dtype=np.int64)
+    gaps = np.minimum.reduceat(lcp[: positions[-1] + 1], positions[:-1] + 1)
+    return np.concatenate([np.zeros(1, dtype=np.int64), gaps])
+
+
+def prefix_new_tokens(length: np.ndarray, lcp: np.ndarray, prefix: np.ndarray) -> np.ndarray:
+    """Return the rows that each truncated trajectory adds to the forest of prefixes.
+
+    Args:
+        length: Tokens of each trajectory in sorted order (unused entries allowed beyond prefix).
+        lcp: Neighbour LCPs of the *untruncated* trajectories: truncated ones can share more with
+            an earlier neighbour than with the one just before.
+        prefix: Leading tokens kept of each, ``0 <= prefix <= length``.
+    """
+    new = np.zeros(len(length), dtype=np.int64)
+    covered = kept = 0
+    for i, (shared, size) in enumerate(zip(lcp.tolist(), prefix.tolist(), strict=True)):
+        covered = min(shared, max(covered, kept)) if i else 0
+        new[i] = max(0, size - covered)
+        kept = size
+    return new
