@@ -1,0 +1,253 @@
+"""The records of a plan: configuration, layout of a microbatch, placement of a step (paper 3)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.arrays import layout_arrays
+
+Share = Literal["windows", "tree", "none"]
+SHARES = ("windows", "tree", "none")
+
+
+def _require_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchConfig:
+    """Bounds of the search over partitions and placements; all are counts, never seconds."""
+
+    max_window: int | None = None  # most slots of a window; None: as many as capacity allows
+    live_producers: int = 2  # producers retained at once on a replica
+    evaluations: int = 20_000  # exchanges tried in a step
+    exchange_slack: float = 0.03  # growth over the starting tokens an exchange may cause
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostConfig:
+    """Cost of a decoder pass: ``row`` per computed row, ``pair`` per query-key pair."""
+
+    forward_row: float = 1.0
+    forward_pair: float = 1.0 / 29_000
+    backward_row: float = 2.0
+    backward_pair: float = 2.0 / 29_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerConfig:
+    """What to plan for.
+
+    ``share`` is the sharing level: ``windows`` (microbatches also share through producers),
+    ``tree`` (prefixes are shared within a microbatch), ``none`` (the trajectory-expanded
+    baseline).
+    """
+
+    dp: int = 1  # data-parallel replicas
+    capacity: int = 65_536  # most compact rows of a microbatch or a producer
+    chunk_size: int = 64  # tokens of a linear-attention chunk
+    share: Share = "windows"
+    align: int = 1  # rows of a layout are padded to a multiple of this
+    conv_width: int = 4  # taps of the short convolution, the row itself included
+    search: SearchConfig = field(default_factory=SearchConfig)
+    cost: CostConfig = field(default_factory=CostConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "capacity", "chunk_size", "align", "conv_width"):
+            _require_positive(name, getattr(self, name))
+        if self.share not in SHARES:
+            raise ValueError(f"share must be one of {', '.join(SHARES)}, got {self.share!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segments:
+    """Maximal fork-free runs of tokens, in row order: a parent stands before its children."""
+
+    parent: NDArray[np.int64]  # [G] segment index, -1: a root
+    start: NDArray[np.int64]  # [G] token position from the root of the trajectory
+    end: NDArray[np.int64]  # [G] token position, > start
+    row: NDArray[np.int64]  # [G] first row
+
+    def __len__(self) -> int:
+        return len(self.parent)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequences:
+    """Minimum-call plan of a layout's own rows: one linear-attention sequence per chain.
+
+    Chain ``q`` is the segments ``first[q]:last[q]``. Sequences are sorted by round, then by row.
+    """
+
+    segments: Segments  # of the own rows; ``row`` counts own rows
+    first: NDArray[np.int64]  # [Q] segment index
+    last: NDArray[np.int64]  # [Q] segment index, exclusive
+    round: NDArray[np.int64]  # [Q] from 1
+    anchor: NDArray[np.int64]  # [Q] token position where replay starts, a multiple of the chunk
+    source: NDArray[np.int64]  # [Q] sequence that makes the initial state, -1: ready from outside
+    chunks: NDArray[np.int64]  # [Q] chunks of the source before that state, 0 from outside
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    @property
+    def num_rounds(self) -> int:
+        """Sequential linear-attention calls (0 without rows)."""
+        return int(self.round.max(initial=0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cache:
+    """What a consumer takes from its producer."""
+
+    own_row: NDArray[np.int64]  # [R] complete row of each own row, ascending
+    cached_row: NDArray[np.int64]  # [C - R] complete row of each cached row, ascending
+    producer_row: NDArray[np.int64]  # [C - R] its row in the producer
+    halo_row: NDArray[np.int64]  # [H] producer rows that replay or taps read, ascending
+    halo_index: NDArray[np.int64]  # [H] where each stands in the producer's ``exports.halo_row``
+    external: NDArray[np.int64]  # [E, 2] (producer sequence, chunks) of each external state
+    external_slot: NDArray[np.int64]  # [E] export index of each in the producer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exports:
+    """What leaves a layout: states after a chunk, and rows that consumers replay or tap."""
+
+    sequence: NDArray[np.int64]  # [X] ascending
+    chunks: NDArray[np.int64]  # [X] chunks of the sequence before the state, ascending in each
+    halo_row: NDArray[np.int64]  # [U] rows that some consumer reads as halo, ascending
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Compact rows of one microbatch or producer, and the plan of its linear attention.
+
+    Row ``k`` is visible to row ``q`` iff ``k <= q < subtree_end[k]``. Padding rows stand at the
+    end and have ``subtree_end[k] == k + 1`` and multiplicity 0.
+    """
+
+    chunk_size: int
+    token: NDArray[np.int64]  # [C] token id
+    position: NDArray[np.int64]  # [C] tokens from the root
+    subtree_end: NDArray[np.int64]  # [C] row
+    row: NDArray[np.int64]  # [S] row of each semantic position, trajectories in input order
+    trajectory_ptr: NDArray[np.int64]  # [N + 1] into ``row``
+    multiplicity: NDArray[np.int64]  # [C] semantic positions of each row
+    segments: Segments  # of the complete rows
+    sequences: Sequences  # of the own rows
+    replay_row: NDArray[np.int64]  # replay rows, sequences concatenated; >= num_own: halo rows
+    tap_row: NDArray[np.int64]  # [chains in row order, width - 1] the same index space, -1: none
+    num_own: int  # R, own rows with padding (C without a producer)
+    exports: Exports
+    cache: Cache | None  # None: a plain layout or a producer
+
+    @property
+    def num_rows(self) -> int:
+        """Complete rows without padding."""
+        return int((self.segments.end - self.segments.start).sum())
+
+    @property
+    def num_own_rows(self) -> int:
+        """Rows this layout computes itself, without padding."""
+        return self.num_rows if self.cache is None else len(self.cache.own_row)
+
+    def arrays(
+        self, *, attention_blocks: tuple[int, int, int, int] = (128, 128, 128, 128)
+    ) -> dict[str, Any]:
+        """Return the operators' plan arguments: int32 arrays (int64 where noted) and ints."""
+        return layout_arrays(self, attention_blocks)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return segments and sequences as plain lists (a consumer's: of its own rows)."""
+        sequences = self.sequences
+        segments = sequences.segments
+        columns = (segments.parent, segments.start, segments.end)
+        return {
+            "chunk": self.chunk_size,
+            "segments": np.stack(columns, axis=1).tolist() if len(segments) else [],
+            "sequences": [
+                {
+                    "round": int(sequences.round[q]),
+                    "anchor": int(sequences.anchor[q]),
+                    "segments": list(range(int(sequences.first[q]), int(sequences.last[q]))),
+                    "source": None
+                    if sequences.source[q] < 0
+                    else [int(sequences.source[q]), int(sequences.chunks[q])],
+                }
+                for q in range(len(sequences))
+            ],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowLayouts:
+    """Layouts of one replica's window: its producer, if any, and its consumers in slot order."""
+
+    producer: Layout | None
+    consumers: tuple[Layout, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch:
+    """The trajectories of one slot of one replica."""
+
+    trajectories: NDArray[np.int64]  # [n] input indices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Producer:
+    """The prefixes whose forest a producer runs."""
+
+    trajectory: NDArray[np.int64]  # [m] input indices
+    prefix_length: NDArray[np.int64]  # [m] leading tokens, > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Consecutive slots ``[first, last)``, the same on every replica."""
+
+    first: int
+    last: int
+    producers: tuple[Producer | None, ...]  # one per replica
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """Where every trajectory of an optimizer step runs."""
+
+    config: PlannerConfig
+    replicas: tuple[tuple[Microbatch, ...], ...]  # [dp][slots]
+    windows: tuple[Window, ...]  # cover the slots in order
+    metrics: dict[str, float]
+
+    @property
+    def num_slots(self) -> int:
+        """Microbatches of each replica."""
+        return len(self.replicas[0])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as plain lists; ids are input indices, slots are ``[first, last)``."""
+        return {
+            "D": self.config.dp,
+            "T": self.config.capacity,
+            "replicas": [[m.trajectories.tolist() for m in slots] for slots in self.replicas],
+            "windows": [
+                {
+                    "slots": [window.first, window.last],
+                    "producers": [_prefixes(producer) for producer in window.producers],
+                }
+                for window in self.windows
+            ],
+            "metrics": dict(self.metrics),
+        }
+
+
+def _prefixes(producer: Producer | None) -> Sequence[list[int]]:
+    if producer is None:
+        return []
+    return np.stack((producer.trajectory, producer.prefix_length), axis=1).tolist()
