@@ -25,6 +25,51 @@ class Forest:
     trajectory_ptr: IntArray  # [N + 1] into ``row``
 
 
+def checked_trajectories(trajectories: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return trajectories as 1-D int32 arrays, without a copy where they are that already.
+
+    Raises:
+        ValueError: There are none, or one is empty, not 1-D, not of integers, or has an id outside
+            ``[0, 2**31)``; the message names the trajectory.
+    """
+    if len(trajectories) == 0:
+        raise ValueError("a batch needs at least one trajectory, got none")
+    checked = []
+    for index, trajectory in enumerate(trajectories):
+        tokens = np.asarray(trajectory)
+        if tokens.ndim != 1 or not len(tokens):
+            raise ValueError(
+                f"trajectory {index}: needed a 1-D array of at least one token id, "
+                f"got shape {tokens.shape}"
+            )
+        if tokens.dtype != np.int32:
+            tokens = _as_int32(tokens, index)
+        checked.append(tokens)
+    for first in range(0, len(checked), _BATCH):
+        batch = checked[first : first + _BATCH]
+        if np.concatenate(batch).min() < 0:
+            index = next(i for i, tokens in enumerate(batch) if tokens.min() < 0)
+            at = int((batch[index] < 0).argmax())
+            raise ValueError(
+                f"trajectory {first + index}, token {at}: negative token id {batch[index][at]}"
+            )
+    return checked
+
+
+_BATCH = 256  # trajectories checked at a time, so that a large batch is never copied whole
+
+
+def _as_int32(tokens: np.ndarray, index: int) -> np.ndarray:
+    if tokens.dtype.kind not in "iu":
+        raise ValueError(f"trajectory {index}: token ids must be integers, got {tokens.dtype}")
+    if tokens.max() > np.iinfo(np.int32).max:
+        raise ValueError(f"trajectory {index}: token ids must be below 2**31, got {tokens.max()}")
+    if tokens.min() < 0:
+        at = int((tokens < 0).argmax())
+        raise ValueError(f"trajectory {index}, token {at}: negative token id {tokens[at]}")
+    return tokens.astype(np.int32)
+
+
 def build_forest(trajectories: Sequence[np.ndarray], chunk_size: int, *, shared: bool) -> Forest:
     """Merge trajectories into segments: depth first, the continuation of each parent first.
 

@@ -7,18 +7,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.arrays import find_pairs, pair_keys
-from planner.forest import Forest, build_forest, ranges
+from planner.forest import Forest, build_forest, checked_trajectories, ranges
 from planner.plan import (
     SHARES,
     Cache,
     Exports,
     Layout,
+    Producer,
     Segments,
     Sequences,
     Share,
-    checked_trajectories,
+    StepPlan,
+    WindowLayouts,
 )
-from planner.prefix import sort_with_lcp
+from planner.prefix import covered_depth, sort_with_lcp
 from planner.rounds import chain_sequences
 
 IntArray = NDArray[np.int64]
@@ -110,6 +112,51 @@ def plan_window(
     if share != "windows":
         cached_prefixes = [np.zeros(len(members), np.int64) for members in consumers]
     return _plan_window(consumers, cached_prefixes, options)
+
+
+def step_layouts(
+    plan: StepPlan, trajectories: Sequence[np.ndarray], replica: int, *, share: Share | None = None
+) -> tuple[WindowLayouts, ...]:
+    """Build the layouts of one replica, window by window.
+
+    Args:
+        plan: What ``make_plan`` returned for ``trajectories``.
+        replica: Data-parallel rank, ``0 <= replica < dp``.
+        share: Sharing level of the layouts; None takes the plan's. The membership of microbatches
+            is the plan's at every level.
+    """
+    config = plan.config
+    if not 0 <= replica < config.dp:
+        raise ValueError(f"replica must be 0 to {config.dp - 1}, got {replica}")
+    layouts = []
+    for window in plan.windows:
+        ids = [m.trajectories for m in plan.replicas[replica][window.first : window.last]]
+        consumers = [[trajectories[i] for i in members] for members in ids]
+        producer, built = plan_window(
+            consumers,
+            _held_prefixes(ids, trajectories, window.producers[replica]),
+            chunk_size=config.chunk_size,
+            align=config.align,
+            conv_width=config.conv_width,
+            share=share or config.share,
+        )
+        layouts.append(WindowLayouts(producer=producer, consumers=built))
+    return tuple(layouts)
+
+
+def _held_prefixes(
+    consumers: Sequence[IntArray], trajectories: Sequence[np.ndarray], producer: Producer | None
+) -> list[IntArray]:
+    """Return the leading tokens of each consumer's trajectories that a producer holds."""
+    if producer is None:
+        return [np.zeros(len(members), np.int64) for members in consumers]
+    members = np.concatenate(consumers)
+    order, lcp = sort_with_lcp([trajectories[i] for i in members])
+    own = dict(zip(producer.trajectory.tolist(), producer.prefix_length.tolist(), strict=True))
+    prefix = np.array([own.get(i, 0) for i in members[order].tolist()], np.int64)
+    depth = np.empty(len(members), np.int64)
+    depth[order] = covered_depth(lcp, prefix)
+    return np.split(depth, np.cumsum([len(ids) for ids in consumers])[:-1])
 
 
 def _plan_window(

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.arrays import layout_arrays
+from planner.prefix import compact_size, covered_depth, prefix_new_tokens, select_lcp, sort_with_lcp
 
 Share = Literal["windows", "tree", "none"]
 SHARES = ("windows", "tree", "none")
@@ -253,46 +254,94 @@ def _prefixes(producer: Producer | None) -> Sequence[list[int]]:
     return np.stack((producer.trajectory, producer.prefix_length), axis=1).tolist()
 
 
-def checked_trajectories(trajectories: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return trajectories as 1-D int32 arrays, without a copy where they are that already.
+def check_plan(plan: StepPlan, trajectories: Sequence[np.ndarray] | None = None) -> None:
+    """Raise ValueError unless a plan keeps every promise of its kind.
 
-    Raises:
-        ValueError: There are none, or one is empty, not 1-D, not of integers, or has an id outside
-            ``[0, 2**31)``; the message names the trajectory.
+    Every trajectory runs once; every replica has the same number of nonempty slots; windows cover
+    the slots in order; a producer holds prefixes of its own window and replica only. With the
+    trajectories, also: rows fit the capacity and every producer saves more rows than it runs.
     """
-    if len(trajectories) == 0:
-        raise ValueError("a batch needs at least one trajectory, got none")
-    checked = []
-    for index, trajectory in enumerate(trajectories):
-        tokens = np.asarray(trajectory)
-        if tokens.ndim != 1 or not len(tokens):
-            raise ValueError(
-                f"trajectory {index}: needed a 1-D array of at least one token id, "
-                f"got shape {tokens.shape}"
-            )
-        if tokens.dtype != np.int32:
-            tokens = _as_int32(tokens, index)
-        checked.append(tokens)
-    for first in range(0, len(checked), _BATCH):
-        batch = checked[first : first + _BATCH]
-        if np.concatenate(batch).min() < 0:
-            index = next(i for i, tokens in enumerate(batch) if tokens.min() < 0)
-            at = int((batch[index] < 0).argmax())
-            raise ValueError(
-                f"trajectory {first + index}, token {at}: negative token id {batch[index][at]}"
-            )
-    return checked
+    config, num_slots = plan.config, plan.num_slots
+    _require(len(plan.replicas) == config.dp, f"{config.dp} replicas")
+    _require(num_slots > 0, "at least one slot")
+    for replica, slots in enumerate(plan.replicas):
+        _require(len(slots) == num_slots, f"{num_slots} slots on replica {replica}")
+        for slot, microbatch in enumerate(slots):
+            _require(len(microbatch.trajectories) > 0, f"trajectories in {replica, slot}")
+    ids = np.sort(np.concatenate([m.trajectories for slots in plan.replicas for m in slots]))
+    count = len(ids) if trajectories is None else len(trajectories)
+    _require(np.array_equal(ids, np.arange(count)), f"each of {count} trajectories once")
+    edges = [window.first for window in plan.windows] + [num_slots]
+    _require(edges[0] == 0, "the first window to start at slot 0")
+    for number, window in enumerate(plan.windows):
+        follows = window.first < window.last == edges[number + 1]
+        _require(follows, f"window {number} to end at slot {edges[number + 1]}")
+        _require(len(window.producers) == config.dp, f"a producer or None on {config.dp} replicas")
+    batch = None if trajectories is None else _sort_batch(trajectories)
+    for number, window in enumerate(plan.windows):
+        for replica, producer in enumerate(window.producers):
+            members = [m.trajectories for m in plan.replicas[replica][window.first : window.last]]
+            where = f"window {number}, replica {replica}"
+            _check_producer(producer, np.concatenate(members), where)
+            if batch is not None:
+                _check_rows(producer, members, batch, config.capacity, where)
 
 
-_BATCH = 256  # trajectories checked at a time, so that a large batch is never copied whole
+class _Batch(NamedTuple):
+    """A batch in sorted order."""
+
+    rank: NDArray[np.int64]  # [N] place of each trajectory
+    length: NDArray[np.int64]  # [N] tokens, in sorted order
+    lcp: NDArray[np.int64]  # [N] tokens shared with the one before
 
 
-def _as_int32(tokens: np.ndarray, index: int) -> np.ndarray:
-    if tokens.dtype.kind not in "iu":
-        raise ValueError(f"trajectory {index}: token ids must be integers, got {tokens.dtype}")
-    if tokens.max() > np.iinfo(np.int32).max:
-        raise ValueError(f"trajectory {index}: token ids must be below 2**31, got {tokens.max()}")
-    if tokens.min() < 0:
-        at = int((tokens < 0).argmax())
-        raise ValueError(f"trajectory {index}, token {at}: negative token id {tokens[at]}")
-    return tokens.astype(np.int32)
+def _sort_batch(trajectories: Sequence[np.ndarray]) -> _Batch:
+    order, lcp = sort_with_lcp(trajectories)
+    length = np.array([len(trajectories[i]) for i in order], np.int64)
+    return _Batch(np.argsort(order), length, lcp)
+
+
+def _check_producer(producer: Producer | None, members: NDArray[np.int64], where: str) -> None:
+    if producer is None:
+        return
+    held, prefix = producer.trajectory, producer.prefix_length
+    _require(len(held) == len(prefix) > 0, f"{where}: a prefix length per trajectory")
+    _require(len(np.unique(held)) == len(held), f"{where}: each prefix once")
+    _require(bool(np.isin(held, members).all()), f"{where}: prefixes of the window's members")
+    _require(bool((prefix > 0).all()), f"{where}: prefixes of at least one token")
+
+
+def _check_rows(
+    producer: Producer | None,
+    consumers: Sequence[NDArray[np.int64]],
+    batch: _Batch,
+    capacity: int,
+    where: str,
+) -> None:
+    rank, length, lcp = batch
+    places = [np.sort(rank[members]) for members in consumers]
+    for members in places:
+        rows = compact_size(length[members], select_lcp(lcp, members))
+        _require(rows <= capacity, f"{where}: at most {capacity} rows, got {rows}")
+    if producer is None:
+        return
+    window = np.sort(np.concatenate(places))
+    prefix = np.zeros(len(window), np.int64)
+    prefix[np.searchsorted(window, rank[producer.trajectory])] = producer.prefix_length
+    _require(bool((prefix <= length[window]).all()), f"{where}: prefixes within trajectories")
+    shared = select_lcp(lcp, window)
+    rows = int(prefix_new_tokens(length[window], shared, prefix).sum())
+    _require(rows <= capacity, f"{where}: a producer of at most {capacity} rows, got {rows}")
+    depth = covered_depth(shared, prefix)
+    saved = 0
+    for members in places:
+        inside, size = depth[np.searchsorted(window, members)], length[members]
+        before = select_lcp(lcp, members)
+        own = np.maximum(size - np.maximum(before, inside), 0)
+        saved += compact_size(size, before) - int(own.sum())
+    _require(saved > rows, f"{where}: a producer of {rows} rows to save more, saves {saved}")
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(f"not a legal plan: needed {what}")

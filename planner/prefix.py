@@ -141,3 +141,19 @@ def prefix_new_tokens(length: np.ndarray, lcp: np.ndarray, prefix: np.ndarray) -
         new[i] = max(0, size - covered)
         kept = size
     return new
+
+
+def covered_depth(lcp: np.ndarray, prefix: np.ndarray) -> np.ndarray:
+    """Return the leading tokens of each trajectory that a forest of prefixes holds.
+
+    Args:
+        lcp: Neighbour LCPs in sorted order.
+        prefix: Leading tokens of each trajectory in the forest, 0 for none of its own; another
+            trajectory's prefix may cover more.
+    """
+    depth, shared = prefix.tolist(), lcp.tolist()
+    for i in range(1, len(depth)):
+        depth[i] = max(depth[i], min(shared[i], depth[i - 1]))
+    for i in range(len(depth) - 1, 0, -1):
+        depth[i - 1] = max(depth[i - 1], min(shared[i], depth[i]))
+    return np.array(depth, dtype=np.int64)
