@@ -163,6 +163,12 @@ def block_plan(
     return BlockPlan(**values)
 
 
+def restore_rows(own: Tensor, cached: Tensor, plan: BlockPlan) -> Tensor:
+    """Return the complete rows ``[C, ...]`` from own rows and a producer's rows."""
+    cached_rows = cached.index_select(0, plan.cached_producer_row).to(own.dtype)
+    return torch.cat([own, cached_rows]).index_select(0, plan.complete_source)
+
+
 def position_labels(
     trajectories: Sequence[np.ndarray], loss_masks: Sequence[np.ndarray]
 ) -> np.ndarray:
