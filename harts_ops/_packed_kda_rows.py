@@ -208,7 +208,11 @@ def _gather(x: Tensor, heads: int, order: ChunkOrder) -> Tensor:
     padded[:-1, :, :width] = x
     head = torch.arange(heads) // (heads // max(1, own_heads))
     index = order.row[:, None, :] * own_heads + head[:, None]
-    return padded.flatten(0, 1)[index.flatten(0, 1)]
+    return (
+        padded.flatten(0, 1)
+        .index_select(0, index.flatten())
+        .view(-1, index.shape[-1], padded.shape[-1])
+    )
 
 
 def _sum_packed(packed: Tensor, inputs: PackedKdaInputs) -> Tensor:

@@ -7,6 +7,7 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from harts_ops import _packed_kda_chunks
 from harts_ops._packed_kda_checks import (
@@ -15,6 +16,7 @@ from harts_ops._packed_kda_checks import (
     check_gate,
     check_plan,
     check_rows,
+    refuse_tangents,
     require_shape,
 )
 from harts_ops._packed_kda_rows import PackedKdaInputs, compute_dtype
@@ -138,12 +140,14 @@ def packed_kda(
     states = (reader_ptr.shape[0] - 2 - num_exports, v.shape[1], q.shape[2], v.shape[2])
     if external_states is not None:
         require_shape("external_states", external_states, states)
-    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
+    if torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(dtype) for x in (q, k, v))
         halo_k, halo_v = (None if x is None else x.to(dtype) for x in (halo_k, halo_v))
     parameters = (gate, beta, halo_gate, halo_beta, A_log, dt_bias)
     check_dtypes((q, k, v, halo_k, halo_v), parameters, external_states)
+    if not torch.compiler.is_compiling():
+        refuse_tangents(q, k, v, halo_k, halo_v, *parameters, external_states)
     if dt_bias is not None:
         dt_bias = dt_bias.reshape(gate.shape[1:])
     out, exported_states, _, _ = packed_kda_op(
@@ -328,3 +332,26 @@ def _refuse(ctx, *grads):
 
 
 packed_kda_backward_op.register_autograd(_refuse)
+
+
+@register_flop_formula(torch.ops.harts.packed_kda)
+def _forward_flops(*shapes, out_shape=None, **_) -> int:
+    """Scores, inverse, w and u in a chunk; ``w S``, ``k^T delta`` and ``q S`` with its state."""
+    return _flops(PackedKdaInputs(*shapes), 6, 3, 2, thirds=1)
+
+
+@register_flop_formula(torch.ops.harts.packed_kda_backward)
+def _backward_flops(grad_out, grad_exported_states, exported_states, scores, inverse, *shapes, **_):
+    """Twice the forward's products without the inverse, and w, u and the states once more."""
+    return _flops(PackedKdaInputs(*shapes), 16, 7, 5)
+
+
+def _flops(inputs: PackedKdaInputs, states: int, keys: int, values: int, thirds: int = 0) -> int:
+    """``T HV (states K V + B (keys K + values V) + thirds B^2 / 3)``.
+
+    A multiply-add is two FLOPs; of the ``[B, B]`` matrices only the lower triangle counts.
+    """
+    (_, _, key_width), (_, heads, value_width) = inputs.q, inputs.v
+    size = inputs.chunk_size
+    row = states * key_width * value_width + size * (keys * key_width + values * value_width)
+    return inputs.packed_row[0] * heads * (row + thirds * size * size // 3)
