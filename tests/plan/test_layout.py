@@ -228,7 +228,8 @@ def check_minimum(layout: Layout) -> None:
 
 
 def check_window(producer, layouts, consumers, prefixes, width) -> None:
-    held = [x[:n] for x, n in zip(sum(consumers, []), np.concatenate(prefixes), strict=True) if n]
+    everyone = [x for members in consumers for x in members]
+    held = [x[:n] for x, n in zip(everyone, np.concatenate(prefixes), strict=True) if n]
     if producer is None:
         assert not held
         for layout, members in zip(layouts, consumers, strict=True):
