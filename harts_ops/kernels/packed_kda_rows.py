@@ -1,0 +1,252 @@
+"""Triton kernels of packed KDA that connect rows and packed entries: activations, gradient sums."""
+
+import triton
+import triton.language as tl
+
+NORM_EPSILON = tl.constexpr(1e-6)
+RCP_LN2 = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def chunk_range(chunk_indices_ptr, cu_seqlens_ptr, chunk, BT: tl.constexpr):
+    """First packed entry (int64) and number of entries of a chunk."""
+    sequence = tl.load(chunk_indices_ptr + 2 * chunk)
+    start = tl.load(cu_seqlens_ptr + sequence) + tl.load(chunk_indices_ptr + 2 * chunk + 1) * BT
+    length = tl.minimum(tl.load(cu_seqlens_ptr + sequence + 1) - start, BT)
+    return start.to(tl.int64), length.to(tl.int32)
+
+
+@triton.jit
+def row_pointers(own_ptr, halo_ptr, row, num_own, WIDTH: tl.constexpr, HAS_HALO: tl.constexpr):
+    """Where each row (int64) begins: in the own tensor, or in the halo's."""
+    pointers = own_ptr + row * WIDTH
+    if HAS_HALO:
+        pointers = tl.where(row < num_own, pointers, halo_ptr + (row - num_own) * WIDTH)
+    return pointers
+
+
+@triton.jit
+def log_decay(x, rate, lower_bound, GATE_FORM: tl.constexpr):
+    """Natural-log decay of a gate whose bias has been added; `rate` is exp(A_log)."""
+    if GATE_FORM == "lower_bound":
+        x = lower_bound * tl.sigmoid(rate * x)
+    elif GATE_FORM == "softplus":
+        x = -rate * (tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x))))
+    return x
+
+
+@triton.jit
+def _destination_kernel(
+    packed_row_ptr,
+    row_packed_ptr,
+    destination_ptr,
+    out_ptr,
+    num_own,
+    num_packed,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CLEAR: tl.constexpr,
+):
+    """One block of packed entries: the own row each one computes, or -1.
+
+    With CLEAR also one block of rows: those that no entry computes become zero.
+    """
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < num_packed
+    row = tl.load(packed_row_ptr + index, mask=inside, other=0)
+    owner = tl.load(row_packed_ptr + row, mask=inside & (row < num_own), other=-1)
+    tl.store(destination_ptr + index, tl.where(owner == index, row, -1), mask=inside)
+    if CLEAR:
+        owner = tl.load(row_packed_ptr + index, mask=index < num_own, other=0)
+        idle = owner < 0
+        if tl.max(idle.to(tl.int32), 0) > 0:
+            columns = tl.arange(0, 128)
+            rows = out_ptr + index.to(tl.int64) * WIDTH
+            zero = tl.zeros([BLOCK, 128], dtype=out_ptr.dtype.element_ty)
+            for first in range(0, WIDTH, 128):
+                mask = idle[:, None] & (first + columns < WIDTH)[None, :]
+                tl.store(rows[:, None] + (first + columns)[None, :], zero, mask=mask)
+
+
+@triton.jit
+def _unit_gradient(x, grad):
+    """Gradient of x from that of x / |x|."""
+    scale = tl.rsqrt(tl.sum(x * x, 1) + NORM_EPSILON)[:, None]
+    unit = x * scale
+    return scale * (grad - unit * tl.sum(unit * grad, 1)[:, None])
+
+
+@triton.jit
+def _row_gradient_kernel(
+    dq_ptr,
+    dk_ptr,
+    dg_ptr,
+    db_ptr,
+    dv_ptr,
+    q_ptr,
+    k_ptr,
+    gate_ptr,
+    beta_ptr,
+    halo_k_ptr,
+    halo_gate_ptr,
+    halo_beta_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    grad_q_ptr,
+    grad_k_ptr,
+    grad_v_ptr,
+    grad_gate_ptr,
+    grad_beta_ptr,
+    grad_halo_k_ptr,
+    grad_halo_v_ptr,
+    grad_halo_gate_ptr,
+    grad_halo_beta_ptr,
+    part_a_log_ptr,
+    part_dt_bias_ptr,
+    packed_order_ptr,
+    packed_ptr_ptr,
+    num_own,
+    num_rows,
+    lower_bound,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BR: tl.constexpr,
+    PK: tl.constexpr,
+    PV: tl.constexpr,
+    GATE_FORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_HALO: tl.constexpr,
+    L2NORM: tl.constexpr,
+    BETA_SIGMOID: tl.constexpr,
+):
+    """Gradients of BR rows of one key head: packed entries summed in fp32, then activations.
+
+    Rows with one packed entry got their gradient of v from the chunk already.
+    """
+    block, hk = tl.program_id(0) // HK, tl.program_id(0) % HK
+    row = block.to(tl.int64) * BR + tl.arange(0, BR)
+    inside = row < num_rows
+    first = tl.load(packed_ptr_ptr + row, mask=inside, other=0)
+    count = tl.load(packed_ptr_ptr + row + 1, mask=inside, other=0) - first
+    most = tl.max(count, 0)
+    several = inside & (count != 1)
+    any_several = tl.max(several.to(tl.int32), 0)
+    o_k, o_v = tl.arange(0, PK), tl.arange(0, PV)
+    m_k = inside[:, None] & (o_k < K)[None, :]
+    m_v = several[:, None] & (o_v < V)[None, :]
+
+    sum_q = tl.zeros([BR, PK], dtype=tl.float32)
+    sum_k = tl.zeros([BR, PK], dtype=tl.float32)
+    for hv in range(hk * (HV // HK), (hk + 1) * (HV // HK)):
+        sum_g = tl.zeros([BR, PK], dtype=tl.float32)
+        sum_b = tl.zeros([BR], dtype=tl.float32)
+        for j in range(0, most):
+            m_j = j < count
+            entry = tl.load(packed_order_ptr + first + j, mask=m_j, other=0).to(tl.int64) * HV + hv
+            offsets = entry[:, None] * K + o_k[None, :]
+            m_jk = m_j[:, None] & (o_k < K)[None, :]
+            sum_q += tl.load(dq_ptr + offsets, mask=m_jk, other=0.0)
+            sum_k += tl.load(dk_ptr + offsets, mask=m_jk, other=0.0)
+            sum_g += tl.load(dg_ptr + offsets, mask=m_jk, other=0.0)
+            sum_b += tl.load(db_ptr + entry, mask=m_j, other=0.0)
+        if any_several > 0:
+            sum_v = tl.zeros([BR, PV], dtype=tl.float32)
+            for j in range(0, most):
+                m_j = several & (j < count)
+                entry = tl.load(packed_order_ptr + first + j, mask=m_j, other=0).to(tl.int64)
+                offsets = (entry * HV + hv)[:, None] * V + o_v[None, :]
+                m_jv = m_j[:, None] & (o_v < V)[None, :]
+                sum_v += tl.load(dv_ptr + offsets, mask=m_jv, other=0.0)
+            to = row_pointers(grad_v_ptr, grad_halo_v_ptr, row, num_own, HV * V, HAS_HALO)
+            tl.store(
+                to[:, None] + hv * V + o_v[None, :], sum_v.to(grad_v_ptr.dtype.element_ty), m_v
+            )
+
+        if GATE_FORM != "log_decay":
+            at = row_pointers(gate_ptr, halo_gate_ptr, row, num_own, HV * K, HAS_HALO)
+            x = tl.load(at[:, None] + hv * K + o_k[None, :], mask=m_k, other=0.0).to(tl.float32)
+            if HAS_BIAS:
+                bias = tl.load(dt_bias_ptr + hv * K + o_k, mask=o_k < K, other=0.0)
+                x += bias.to(tl.float32)[None, :]
+            rate = tl.exp(tl.load(a_log_ptr + hv).to(tl.float32))
+            if GATE_FORM == "lower_bound":
+                active = tl.sigmoid(rate * x)
+                sum_g *= lower_bound * rate * active * (1.0 - active)
+                part = sum_g * x
+            else:
+                part = sum_g * log_decay(x, rate, lower_bound, GATE_FORM)
+                sum_g *= -rate * tl.sigmoid(x)
+            tl.store(part_a_log_ptr + block * HV + hv, tl.sum(tl.sum(part, 1), 0))
+            if HAS_BIAS:
+                to = part_dt_bias_ptr + (block * HV + hv).to(tl.int64) * K + o_k
+                tl.store(to, tl.sum(sum_g, 0), mask=o_k < K)
+        to = row_pointers(grad_gate_ptr, grad_halo_gate_ptr, row, num_own, HV * K, HAS_HALO)
+        to = to[:, None] + hv * K + o_k[None, :]
+        tl.store(to, sum_g.to(grad_gate_ptr.dtype.element_ty), mask=m_k)
+
+        if BETA_SIGMOID:
+            at = row_pointers(beta_ptr, halo_beta_ptr, row, num_own, HV, HAS_HALO)
+            active = tl.sigmoid(tl.load(at + hv, mask=inside, other=0.0).to(tl.float32))
+            sum_b *= active * (1.0 - active)
+        to = row_pointers(grad_beta_ptr, grad_halo_beta_ptr, row, num_own, HV, HAS_HALO)
+        tl.store(to + hv, sum_b.to(grad_beta_ptr.dtype.element_ty), mask=inside)
+
+    own = m_k & (row < num_own)[:, None]
+    offsets = row[:, None] * (HK * K) + hk * K + o_k[None, :]
+    if L2NORM:
+        sum_q = _unit_gradient(tl.load(q_ptr + offsets, mask=own, other=0.0).to(tl.float32), sum_q)
+        at = row_pointers(k_ptr, halo_k_ptr, row, num_own, HK * K, HAS_HALO)
+        x = tl.load(at[:, None] + hk * K + o_k[None, :], mask=m_k, other=0.0).to(tl.float32)
+        sum_k = _unit_gradient(x, sum_k)
+    tl.store(grad_q_ptr + offsets, sum_q.to(grad_q_ptr.dtype.element_ty), mask=own)
+    to = row_pointers(grad_k_ptr, grad_halo_k_ptr, row, num_own, HK * K, HAS_HALO)
+    to = to[:, None] + hk * K + o_k[None, :]
+    tl.store(to, sum_k.to(grad_k_ptr.dtype.element_ty), mask=m_k)
+
+
+@triton.jit
+def _source_gradient_kernel(
+    dh0_ptr,
+    reader_ptr_ptr,
+    reader_ptr,
+    grad_ptr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    PK: tl.constexpr,
+):
+    """Gradient of BV columns of one head of one external state: the sum over its readers."""
+    pid = tl.program_id(0)
+    num_v = tl.cdiv(V, BV)
+    o_v, o_k = (pid % num_v) * BV + tl.arange(0, BV), tl.arange(0, PK)
+    hv, state = (pid // num_v) % HV, pid // (num_v * HV)
+    grad = sum_readers(dh0_ptr, reader_ptr_ptr, reader_ptr, state + 1, hv, o_v, o_k, HV, K, V)
+    base = grad_ptr + (state.to(tl.int64) * HV + hv) * (K * V)
+    mask = (o_v < V)[:, None] & (o_k < K)[None, :]
+    grad = grad.to(grad_ptr.dtype.element_ty)
+    tl.store(base + o_k[None, :] * V + o_v[:, None], grad, mask=mask)
+
+
+@triton.jit
+def sum_readers(
+    dh0_ptr,
+    reader_ptr_ptr,
+    reader_ptr,
+    slot,
+    hv,
+    o_v,
+    o_k,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+):
+    """Sum, in the order of the list, of what the sequences that read a pool entry return."""
+    mask = (o_v < V)[:, None] & (o_k < K)[None, :]
+    grad = tl.zeros([o_v.shape[0], o_k.shape[0]], dtype=tl.float32)
+    for j in range(tl.load(reader_ptr_ptr + slot), tl.load(reader_ptr_ptr + slot + 1)):
+        base = dh0_ptr + (tl.load(reader_ptr + j).to(tl.int64) * HV + hv) * (K * V)
+        grad += tl.load(base + o_v[:, None] * K + o_k[None, :], mask=mask, other=0.0)
+    return grad
