@@ -267,6 +267,8 @@ def _assemble(
     num_own = options.padded(len(own_row))
     cache = None
     if held is not None and producer is not None:
+        # A consumer that owns no row still runs the decoder, on padding.
+        num_own = options.padded(max(2, len(own_row)))
         read = held[np.concatenate([replay, taps[taps >= 0]])]
         cached_row = np.flatnonzero(held >= 0)
         halo_row = np.unique(read[read >= 0])
