@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from planner.plan import Segments
 from planner.prefix import sort_with_lcp
-from planner.rounds import continuations
+from planner.rounds import continuations, first_rows
 
 IntArray = NDArray[np.int64]
 
@@ -86,7 +86,7 @@ def build_forest(trajectories: Sequence[np.ndarray], chunk_size: int, *, shared:
     size = length[order]
     parent, start, end, leaf = _merge(size, lcp)
     following, _, tokens = continuations(parent, start, end, chunk_size)
-    first_row = _move_continuations(parent, end - start, tokens, following)
+    first_row = first_rows(parent, end - start, tokens, following)
     trajectory_ptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(length)])
     row = _map_positions(order, size, lcp, trajectory_ptr, ranges(first_row, end - start))
 
@@ -156,32 +156,6 @@ def _merge(size: IntArray, lcp: IntArray) -> tuple[IntArray, IntArray, IntArray,
     preorder = np.lexsort((start, leaf_G))
     parent = renumber(np.array(parents, np.int64), preorder)
     return parent, start[preorder], np.array(stops, np.int64)[preorder], tails[leaf_G[preorder]]
-
-
-def _move_continuations(
-    parent: IntArray, length: IntArray, tokens: IntArray, following: IntArray
-) -> IntArray:
-    """Return the first row of each segment once every continuation stands first.
-
-    Args:
-        parent: Parents, in sorted preorder.
-        tokens: Tokens of each subtree.
-        following: The child that continues each segment, or -1.
-    """
-    row = np.cumsum(length) - length
-    child = np.flatnonzero(parent >= 0)
-    above = parent[child]
-    first = following[above]
-    moved = np.where(
-        child == first,
-        row[above] + length[above] - row[child],
-        np.where(child < first, tokens[first], 0),
-    )
-    # A segment moves with its ancestors: each shift covers a whole subtree range.
-    shift = np.zeros(len(parent) + 1, np.int64)
-    shift[child] = moved
-    np.subtract.at(shift, np.searchsorted(row, row[child] + tokens[child]), moved)
-    return row + np.cumsum(shift)[:-1]
 
 
 def _map_positions(

@@ -60,9 +60,31 @@ def fewest_rounds(parent: IntArray, start: IntArray, end: IntArray, chunk_size: 
     return int(ready[parent < 0].max(initial=0))
 
 
-def descendants_end(parent: IntArray, subtree_tokens: IntArray, row: IntArray) -> IntArray:
-    """Return the end of each subtree in segment indices, for segments in row order."""
-    return np.searchsorted(row, row + subtree_tokens).astype(np.int64)
+def first_rows(
+    parent: IntArray, length: IntArray, tokens: IntArray, following: IntArray
+) -> IntArray:
+    """Return the first row of each segment: depth first, every continuation before its siblings.
+
+    Args:
+        parent: Parents, depth first; siblings keep their order.
+        length: Tokens of each segment.
+        tokens: Tokens of each subtree.
+        following: The child that continues each segment, or -1.
+    """
+    row = np.cumsum(length) - length
+    child = np.flatnonzero(parent >= 0)
+    above = parent[child]
+    first = following[above]
+    moved = np.where(
+        child == first,
+        row[above] + length[above] - row[child],
+        np.where(child < first, tokens[first], 0),
+    )
+    # A segment moves with its ancestors: each shift covers a whole subtree range.
+    shift = np.zeros(len(parent) + 1, np.int64)
+    shift[child] = moved
+    np.subtract.at(shift, np.searchsorted(row, row[child] + tokens[child]), moved)
+    return row + np.cumsum(shift)[:-1]
 
 
 def chain_sequences(segments: Segments, chunk_size: int) -> Sequences:
