@@ -14,6 +14,7 @@ from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.protocols.model_spec import ModelSpec
 
 from harts_titan.attention import GroupedQueryAttention, LatentAttention, RotaryEmbedding
+from harts_titan.checkpoint import KimiLinearStateDictAdapter, LingStateDictAdapter
 from harts_titan.kda import (
     Decay,
     DeltaAttention,
@@ -195,7 +196,9 @@ def model_registry(flavor: str, *, balance_scope: BalanceScope = "trajectory") -
         parallelize_fn=parallelize_harts,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
-        state_dict_adapter=None,
+        state_dict_adapter=KimiLinearStateDictAdapter
+        if numbers.low_rank_gates
+        else LingStateDictAdapter,
     )
 
 
