@@ -318,10 +318,13 @@ def _save_for_backward(ctx, inputs, output):
 
 
 def _backward(ctx, grad_out, grad_exported_states, *_):
-    inputs = PackedKdaInputs(*ctx.saved_tensors[3:], *ctx.scalars)
-    grads = packed_kda_backward_op(grad_out, grad_exported_states, *ctx.saved_tensors, *ctx.scalars)
-    present = [None if x is None else grad for x, grad in zip(inputs[:12], grads, strict=True)]
-    return *present, *[None] * (len(inputs) - 12)
+    exported_states, scores, inverse, *tensors = ctx.saved_tensors
+    inputs = (*tensors, *ctx.scalars)
+    grads = packed_kda_backward_op(
+        grad_out, grad_exported_states, exported_states, scores, inverse, *inputs
+    )
+    present = [None if x is None else grad for x, grad in zip(inputs, grads, strict=False)]
+    return *present, *[None] * (len(inputs) - len(present))
 
 
 packed_kda_op.register_autograd(_backward, setup_context=_save_for_backward)

@@ -166,8 +166,9 @@ def _save_for_backward(ctx, inputs, output):
 
 
 def _backward(ctx, grad_y):
-    _, _, halo, bias, *_ = ctx.saved_tensors
-    grads = tree_short_conv_backward_op(grad_y, *ctx.saved_tensors, ctx.silu)
+    saved = ctx.saved_tensors
+    _, _, halo, bias, *_ = saved
+    grads = tree_short_conv_backward_op(grad_y, *saved, ctx.silu)
     grad_x, grad_weight, grad_halo, grad_bias = grads
     grad_halo = None if halo is None else grad_halo
     grad_bias = None if bias is None else grad_bias
