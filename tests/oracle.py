@@ -296,3 +296,80 @@ def balance_sum(routing: Routing, scope: str, step_counts: Tensor) -> Tensor:
         counts = expert_counts(routing, num_experts)
         return num_experts / (top_k * total) * (counts * prob_sum).sum()
     return num_experts / top_k * (step_counts * prob_sum).sum()
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What a plain objective reads: one entry per trajectory, each over its targets."""
+
+    logprob: list[Tensor]
+    entropy: list[Tensor]
+    behaviour: list[Tensor]
+    reference: list[Tensor]
+    advantage: list[float]
+
+    def mean(self, losses: list[Tensor], normalisation: str, length: int = 1) -> Tensor:
+        """Average per-target losses over a batch that is these trajectories."""
+        counts = [len(loss) for loss in losses]
+        sequences = sum(count > 0 for count in counts)
+        weights = {
+            "token_mean": [1 / sum(counts)] * len(counts),
+            "sequence_mean": [1 / (sequences * max(1, count)) for count in counts],
+            "fixed": [1 / (sequences * length)] * len(counts),
+        }[normalisation]
+        return torch.stack([w * x.sum() for w, x in zip(weights, losses, strict=True)]).sum()
+
+
+def supervised_loss(targets: Targets) -> Tensor:
+    """Minus the mean log-probability of a target."""
+    return targets.mean([-logprob for logprob in targets.logprob], "token_mean")
+
+
+def clipped_loss(
+    targets: Targets,
+    *,
+    low: float,
+    high: float,
+    normalisation: str = "token_mean",
+    length: int = 1,
+    kl: float = 0.0,
+    entropy: float = 0.0,
+) -> Tensor:
+    """PPO's clipped loss, k3 KL to the reference and entropy bonus."""
+    losses = []
+    for x, advantage in enumerate(targets.advantage):
+        ratio = (targets.logprob[x] - targets.behaviour[x]).exp()
+        clipped = ratio.clamp(1 - low, 1 + high)
+        loss = -torch.minimum(ratio * advantage, clipped * advantage)
+        gap = targets.reference[x] - targets.logprob[x]
+        losses.append(loss + kl * (gap.exp() - gap - 1) - entropy * targets.entropy[x])
+    return targets.mean(losses, normalisation, length)
+
+
+def sequence_loss(targets: Targets, *, low: float, high: float) -> Tensor:
+    """GSPO: one clipped ratio per trajectory, the geometric mean of its tokens' ratios."""
+    losses = []
+    for x, advantage in enumerate(targets.advantage):
+        if len(targets.logprob[x]):
+            ratio = (targets.logprob[x] - targets.behaviour[x]).mean().exp()
+            clipped = ratio.clamp(1 - low, 1 + high)
+            losses.append(-torch.minimum(ratio * advantage, clipped * advantage))
+    return torch.stack(losses).mean()
+
+
+def weighted_logprob_loss(targets: Targets, *, low: float, high: float) -> Tensor:
+    """CISPO: log-probabilities weighted by the clipped ratio, which is a constant."""
+    losses = []
+    for x, advantage in enumerate(targets.advantage):
+        ratio = (targets.logprob[x] - targets.behaviour[x]).exp().detach()
+        losses.append(-ratio.clamp(1 - low, 1 + high) * advantage * targets.logprob[x])
+    return targets.mean(losses, "token_mean")
+
+
+def preference_loss(targets: Targets, pairs: Sequence[tuple[int, int]], beta: float) -> Tensor:
+    """DPO over (chosen, rejected) trajectories."""
+    losses = []
+    for chosen, rejected in pairs:
+        margins = [(targets.logprob[x] - targets.reference[x]).sum() for x in (chosen, rejected)]
+        losses.append((1 + (-beta * (margins[0] - margins[1])).exp()).log())
+    return torch.stack(losses).mean()
