@@ -70,6 +70,7 @@ def harts_debug() -> HartsTrainer.Config:
     """A small model on synthetic rollout trees: 20 steps of about 5,000 compact rows on a CPU."""
     config = _run("debug", capacity=8192, seq_len=2048, lr=1e-3, steps=20)
     config.training.mixed_precision_param = "float32"
+    config.debug.seed = 0
     config.activation_checkpoint = None
     # Nothing is loaded; torchtitan would warn that its default has no effect.
     config.checkpoint.initial_load_model_only = False

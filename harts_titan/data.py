@@ -13,7 +13,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger
 
-from harts_titan.batch import StepBatch, WindowBatch, step_batch
+from harts_titan.batch import StepBatch, step_batch
 from harts_titan.loss import TargetMetadata, Totals
 from planner import PlannerConfig, make_plan
 from planner.rollouts import Rollouts, read_rollouts, renumber_tokens
@@ -129,28 +129,35 @@ def dense_vocabulary(rollouts: Rollouts, vocab_size: int) -> Rollouts:
     renumbered, num_ids = renumber_tokens(rollouts)
     if num_ids > vocab_size:
         raise ValueError(
-            f"{rollouts.source}: token_ids has {num_ids} different ids, "
+            f"{rollouts.source}, token_ids: has {num_ids} different ids, "
             f"the model's vocabulary {vocab_size}"
         )
     logger.warning(f"{rollouts.source}: renumbered {num_ids} token ids densely (debugging only)")
     return renumbered
 
 
-def check_rollouts(rollouts: Rollouts, *, vocab_size: int, seq_len: int) -> None:
+def check_rollouts(rollouts: Rollouts, *, vocab_size: int, limits: dict[str, int]) -> None:
     """Check what depends on the model and the run.
 
+    Args:
+        rollouts: What was read.
+        vocab_size: Token ids of the model.
+        limits: Settings that bound the tokens of a trajectory, by name.
     Raises:
-        ValueError: A token id outside the vocabulary, or a trajectory longer than ``seq_len``;
-            names file, row and field.
+        ValueError: A token id outside the vocabulary, or a trajectory beyond a limit; names file,
+            row and field.
     """
+    setting = min(limits, key=lambda name: limits[name])
     for row, tokens in zip(rollouts.row, rollouts.token_ids, strict=True):
-        where = f"{rollouts.source}, row {row}: token_ids"
-        if len(tokens) > seq_len:
-            raise ValueError(f"{where} has {len(tokens)} tokens, training.seq_len allows {seq_len}")
-        if len(tokens) and (tokens.max() >= vocab_size or tokens.min() < 0):
+        where = f"{rollouts.source}, row {row}, token_ids"
+        if len(tokens) > limits[setting]:
+            raise ValueError(
+                f"{where}: has {len(tokens)} tokens, {setting} allows {limits[setting]}"
+            )
+        if tokens.max() >= vocab_size or tokens.min() < 0:
             wrong = tokens.max() if tokens.max() >= vocab_size else tokens.min()
             raise ValueError(
-                f"{where} holds id {wrong}, the model's vocabulary is 0..{vocab_size - 1}; "
+                f"{where}: holds id {wrong}, the model's vocabulary is 0..{vocab_size - 1}; "
                 "to debug a small model, set dataloader.vocabulary=dense"
             )
 
@@ -246,36 +253,6 @@ class StepTargets:
         return torch.from_numpy(pairs[(pairs >= 0).all(axis=1)])
 
 
-def layout_metrics(windows: Sequence[WindowBatch]) -> dict[str, float]:
-    """Return what one replica's layouts cost: rows, rounds, tree levels, replayed rows.
-
-    Rounds and levels are the largest of any microbatch; levels are what a plan without chunk
-    boundaries in mind would run as rounds.
-    """
-    rows = rounds = levels = replay = 0
-    for window in windows:
-        producers = () if window.producer is None else (window.producer,)
-        for inputs in (*producers, *window.consumers):
-            plan = inputs.plan
-            packed = len(plan.packed_row)
-            own = int((plan.row_packed >= 0).sum())
-            rows += own
-            replay += packed - own
-            rounds = max(rounds, int((plan.round_ptr.diff() > 0).sum()))
-            levels = max(levels, _tree_levels(plan.span_parent.numpy()))
-    return {"rows": rows, "replay_rows": replay, "rounds": rounds, "levels": levels}
-
-
-def _tree_levels(span_parent: np.ndarray) -> int:
-    """Return the most segments on a path of the forest; a parent stands before its children."""
-    children = np.bincount(span_parent[span_parent >= 0], minlength=len(span_parent))
-    level = np.ones(len(span_parent), np.int64)
-    for span, parent in enumerate(span_parent):
-        if parent >= 0:
-            level[span] = level[parent] + (children[parent] > 1)
-    return int(level.max(initial=0))
-
-
 class RolloutDataLoader(BaseDataLoader):
     """Plans one optimizer step after another over all replicas, and yields this replica's part."""
 
@@ -332,15 +309,22 @@ class RolloutDataLoader(BaseDataLoader):
         rollouts = read_rollouts(config.dataset_path, limit=limit, required=required)
         if config.vocabulary == "dense":
             rollouts = dense_vocabulary(rollouts, self.vocab_size)
-        check_rollouts(rollouts, vocab_size=self.vocab_size, seq_len=self.seq_len)
+        self._check(rollouts)
         return rollouts
+
+    def _check(self, rollouts: Rollouts) -> None:
+        limits = {
+            "training.seq_len": self.seq_len,
+            "dataloader.planner.capacity": self.planner.capacity,
+        }
+        check_rollouts(rollouts, vocab_size=self.vocab_size, limits=limits)
 
     def _rollouts_at(self, cursor: Cursor) -> tuple[Rollouts, Cursor] | None:
         """Return a step's rollouts and the cursor after it, or None at the end of the data."""
         epoch, first = cursor
         if self.rollouts is None:
             rollouts = synthetic_rollouts(self.config.synthetic, epoch, self.vocab_size)
-            check_rollouts(rollouts, vocab_size=self.vocab_size, seq_len=self.seq_len)
+            self._check(rollouts)
             return rollouts, (epoch + 1, 0)
         if epoch >= self.config.epochs:
             logger.info(f"{self.rollouts.source}: all {self.config.epochs} epochs are done")
@@ -370,7 +354,6 @@ class RolloutDataLoader(BaseDataLoader):
         )
         metrics = {
             **step.metrics,
-            **layout_metrics(step.windows),
             "plan_s": planned - start,
             "layout_s": time.perf_counter() - planned,
         }

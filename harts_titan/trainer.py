@@ -1,10 +1,12 @@
 """HartsTrainer: the windows of a step inside torchtitan's loop, and what sharing saved."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torchtitan.components.metrics import MetricsProcessor
@@ -14,7 +16,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from harts_titan.batch import StepBatch
+from harts_titan.batch import StepBatch, WindowBatch
 from harts_titan.data import RolloutDataLoader
 from harts_titan.loss import Objective, PolicyGradient
 from harts_titan.model import HartsModel
@@ -60,6 +62,36 @@ def build_expert_bias_update(
         optimizers.register_step_post_hook(update)
 
 
+def layout_metrics(windows: Sequence[WindowBatch]) -> dict[str, float]:
+    """Return what one replica's layouts cost: rows, rounds, tree levels, replayed rows.
+
+    Rounds and levels are the largest of any microbatch; levels are what a plan without chunk
+    boundaries in mind would run as rounds.
+    """
+    rows = rounds = levels = replay = 0
+    for window in windows:
+        producers = () if window.producer is None else (window.producer,)
+        for inputs in (*producers, *window.consumers):
+            plan = inputs.plan
+            packed = len(plan.packed_row)
+            own = int((plan.row_packed >= 0).sum())
+            rows += own
+            replay += packed - own
+            rounds = max(rounds, int((plan.round_ptr.diff() > 0).sum()))
+            levels = max(levels, tree_levels(plan.span_parent.numpy()))
+    return {"rows": rows, "replay_rows": replay, "rounds": rounds, "levels": levels}
+
+
+def tree_levels(span_parent: np.ndarray) -> int:
+    """Return the most segments on a path of the forest; a parent stands before its children."""
+    children = np.bincount(span_parent[span_parent >= 0], minlength=len(span_parent))
+    level = np.ones(len(span_parent), np.int64)
+    for span, parent in enumerate(span_parent):
+        if parent >= 0:
+            level[span] = level[parent] + (children[parent] > 1)
+    return int(level.max(initial=0))
+
+
 class HartsMetrics(MetricsProcessor):
     """torchtitan's metrics, and what sharing saved since the last log and over the run."""
 
@@ -78,13 +110,14 @@ class HartsMetrics(MetricsProcessor):
     def record(self, step: StepBatch, sums: StepSums) -> None:
         """Add one step."""
         self.sums.append(sums)
+        metrics = {**step.metrics, **layout_metrics(step.windows)}
         for total in (self.window, self.run):
             total["steps"] += 1
             total["positions"] += step.total_positions
             for name in ("rows", "replay_rows", "plan_s", "layout_s"):
-                total[name] += step.metrics[name]
+                total[name] += metrics[name]
             for name in ("rounds", "levels"):
-                total[name] = max(total[name], step.metrics[name])
+                total[name] = max(total[name], metrics[name])
 
     def log(
         self,
