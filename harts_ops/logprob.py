@@ -54,10 +54,10 @@ def compact_logprob(
         ValueError: Shapes, dtypes, devices or options disagree.
     """
     _check(hidden, weight, row, label, target_row, temperature, softcap)
-    logprob, lse, mean_logit = compact_logprob_op(
+    logprob, _, entropy = compact_logprob_op(
         hidden, weight, row, label, target_row, 0, temperature, softcap, True
     )
-    return (logprob, lse - mean_logit) if return_entropy else logprob
+    return (logprob, entropy) if return_entropy else logprob
 
 
 def compact_logprob_parts(
@@ -98,9 +98,10 @@ def compact_logprob_parts(
     _check(hidden, weight, row, label, target_row, temperature, softcap)
     if vocab_start < 0:
         raise ValueError(f"need vocab_start >= 0, got {vocab_start}")
-    return compact_logprob_op(
+    label_logit, lse, entropy = compact_logprob_op(
         hidden, weight, row, label, target_row, vocab_start, temperature, softcap, False
     )
+    return label_logit, lse, lse - entropy
 
 
 def compact_logprob_reference(
@@ -159,32 +160,33 @@ def compact_logprob_op(
     softcap: float | None,
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Label logit ``[S]`` (less the row's lse if ``normalize``), lse and mean logit ``[C]``."""
+    """Label logit ``[S]`` (less the row's lse if ``normalize``), lse and entropy ``[C]``."""
     dtype = _compute_dtype(hidden)
     rows_MD = hidden if target_row is None else hidden.index_select(0, target_row)
     weight_VD = weight.to(dtype)
     lse_M = hidden.new_empty(rows_MD.shape[0], dtype=dtype)
-    mean_M = torch.empty_like(lse_M)
+    entropy_M = torch.empty_like(lse_M)
     label_logit = hidden.new_zeros(label.shape, dtype=dtype)
-    position, local, column, lost = _targets(
+    local, column, lost = read_logits(
         row, label, target_row, hidden.shape[0], weight.shape[0], vocab_start, normalize
     )
+    position, local, column = _readers(local, column)
     label_logit[lost] = torch.nan
     for first, last, here in _chunks(local, rows_MD.shape[0], weight.shape[0]):
         logits_MV, _ = _logits(rows_MD[first:last], weight_VD, temperature, softcap)
         lse = logits_MV.logsumexp(-1)
-        mean_M[first:last] = (logits_MV.softmax(-1) * logits_MV).sum(-1)
-        lse_M[first:last] = lse
+        logprob_MV = logits_MV - lse[:, None]
+        lse_M[first:last], entropy_M[first:last] = lse, -(logprob_MV.exp() * logprob_MV).sum(-1)
         read_M = local[here] - first
         value = logits_MV[read_M, column[here]]
         label_logit[position[here]] = value - lse[read_M] if normalize else value
     if target_row is None:
-        return label_logit, lse_M, mean_M
+        return label_logit, lse_M, entropy_M
     zeros_C = lse_M.new_zeros(hidden.shape[0])
     return (
         label_logit,
         zeros_C.index_copy(0, target_row, lse_M),
-        zeros_C.index_copy(0, target_row, mean_M),
+        zeros_C.index_copy(0, target_row, entropy_M),
     )
 
 
@@ -206,14 +208,14 @@ def _(*args):
 def compact_logprob_backward_op(
     grad_label_logit: Tensor,
     grad_lse: Tensor,
-    grad_mean_logit: Tensor,
+    grad_entropy: Tensor,
     hidden: Tensor,
     weight: Tensor,
     row: Tensor,
     label: Tensor,
     target_row: Tensor | None,
     lse: Tensor,
-    mean_logit: Tensor,
+    entropy: Tensor,
     vocab_start: int,
     temperature: float,
     softcap: float | None,
@@ -222,16 +224,17 @@ def compact_logprob_backward_op(
     need_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``hidden`` and ``weight``; one that is not needed is empty, ``[0]``."""
-    position, local, column, _ = _targets(
+    local, column, _ = read_logits(
         row, label, target_row, hidden.shape[0], weight.shape[0], vocab_start, normalize
     )
+    position, local, column = _readers(local, column)
     grad_S = grad_label_logit[position]
-    rows_MD, grad_lse_M, slope_M, mean_M, lse_M = (
+    rows_MD, grad_lse_M, grad_entropy_M, entropy_M, lse_M = (
         x if target_row is None else x.index_select(0, target_row)
-        for x in (hidden, grad_lse, grad_mean_logit, mean_logit, lse)
+        for x in (hidden, grad_lse, grad_entropy, entropy, lse)
     )
-    # d mean / d z_v = p_v (1 + z_v - mean): the softmax part of the gradient is linear in z.
-    level_M = grad_lse_M + slope_M * (1 - mean_M)
+    # d entropy / d z_v = -p_v (log p_v + entropy): the softmax part is linear in log p.
+    level_M = grad_lse_M - grad_entropy_M * entropy_M
     if normalize:
         level_M = level_M.index_add(0, local, grad_S, alpha=-1)
     weight_VD = weight.to(lse.dtype)
@@ -240,8 +243,10 @@ def compact_logprob_backward_op(
     for first, last, here in _chunks(local, rows_MD.shape[0], weight.shape[0]):
         rows, chunk = rows_MD[first:last], slice(first, last)
         logits_MV, slope_MV = _logits(rows, weight_VD, temperature, softcap)
-        grad_MV = (logits_MV - lse_M[chunk, None]).exp()
-        grad_MV *= level_M[chunk, None] + slope_M[chunk, None] * logits_MV
+        logprob_MV = logits_MV - lse_M[chunk, None]
+        grad_MV = logprob_MV.exp() * (
+            level_M[chunk, None] - grad_entropy_M[chunk, None] * logprob_MV
+        )
         flat = (local[here] - first) * weight.shape[0] + column[here]
         grad_MV.view(-1).index_add_(0, flat, grad_S[here])
         grad_MV *= slope_MV
@@ -256,7 +261,7 @@ def compact_logprob_backward_op(
 
 
 @compact_logprob_backward_op.register_fake
-def _(grad_label_logit, grad_lse, grad_mean_logit, hidden, weight, *args):
+def _(grad_label_logit, grad_lse, grad_entropy, hidden, weight, *args):
     need_hidden, need_weight = args[-2:]
     return (
         hidden.new_empty(hidden.shape if need_hidden else 0),
@@ -273,16 +278,16 @@ def _(*args):
 
 def _save_for_backward(ctx, inputs, output):
     hidden, weight, row, label, target_row, *ctx.options = inputs
-    _, lse, mean_logit = output
-    ctx.save_for_backward(hidden, weight, row, label, target_row, lse, mean_logit)
+    _, lse, entropy = output
+    ctx.save_for_backward(hidden, weight, row, label, target_row, lse, entropy)
 
 
-def _backward(ctx, grad_label_logit, grad_lse, grad_mean_logit):
+def _backward(ctx, grad_label_logit, grad_lse, grad_entropy):
     need_hidden, need_weight = ctx.needs_input_grad[:2]
     grad_hidden, grad_weight = compact_logprob_backward_op(
         grad_label_logit,
         grad_lse,
-        grad_mean_logit,
+        grad_entropy,
         *ctx.saved_tensors,
         *ctx.options,
         need_hidden,
@@ -356,7 +361,7 @@ def _check(
         raise NotImplementedError("compact_logprob has no forward-mode derivative")
 
 
-def _targets(
+def read_logits(
     row: Tensor,
     label: Tensor,
     target_row: Tensor | None,
@@ -364,8 +369,8 @@ def _targets(
     vocab: int,
     vocab_start: int,
     normalize: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Positions that read a logit, their multiplied rows (ascending) and columns; those lost."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Multiplied row of each position (-1: it reads no logit), its column, and a mask of NaN."""
     local = row
     if target_row is not None:
         order = torch.arange(target_row.shape[0], device=row.device)
@@ -374,9 +379,14 @@ def _targets(
     inside = (column >= 0) & (column < vocab)
     missing = local < 0
     lost = (label != NO_TARGET) & (missing | ~inside if normalize else missing)
-    position = (inside & ~missing).nonzero().squeeze(1)
+    return local.where(inside, -1), column, lost
+
+
+def _readers(local: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions that read a logit by ascending row, with their rows and columns."""
+    position = (local >= 0).nonzero().squeeze(1)
     position = position[local[position].argsort(stable=True)]
-    return position, local[position], column[position], lost
+    return position, local[position], column[position]
 
 
 def _chunks(local: Tensor, num_rows: int, vocab: int) -> Iterator[tuple[int, int, slice]]:
