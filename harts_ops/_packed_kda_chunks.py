@@ -140,15 +140,19 @@ def _chunks_backward(
     grad_k_decay = torch.bmm(chunks.inverse.mT, torch.bmm(grad_delta, states.mT)).neg_()
     # d inverse = -inverse^T (grad_u v_beta^T + grad_w k_decay^T) inverse^T, with u and w inside it
     grad_products = torch.bmm(grad_v_beta, chunks.u.mT).baddbmm_(grad_k_decay, chunks.w.mT)
-    grad_pairs = torch.stack((grad_scores.tril_(), grad_products.neg_().tril_(-1)), 1)
+    # a row's score with itself knows no decay: apart, it does not drown the gradient of g
+    diagonal = grad_scores.diagonal(dim1=1, dim2=2)[..., None].clone()
+    grad_pairs = torch.stack((grad_scores, grad_products.neg_()), 1).tril_(-1)
     grad_rows, grad_k, grad_g = _pair_products_backward(
         grad_pairs, chunks.rows, k, g, _factored(inputs)
     )
+    grad_rows[:, 0].addcmul_(diagonal, k)
+    grad_k.addcmul_(diagonal, chunks.rows[:, 0])
     grad_decayed = torch.stack((grad_q_decay, grad_k_decay), 1)
     grad_rows.addcmul_(grad_decayed, g.exp()[:, None])
     grad_g.addcmul_(grad_q_decay, chunks.q_decay).addcmul_(grad_k_decay, chunks.k_decay)
-    end = grad_k_end * chunks.k_end
-    grad_g -= end
+    end = (grad_k_end * chunks.k_end)[:, :-1]
+    grad_g[:, :-1] -= end
     grad_g[:, -1] += end.sum(1) + chunks.decay[..., 0] * (grad_states * states).sum(-1)
     grad_k.addcmul_(grad_k_end, (g[:, -1:] - g).exp()).addcmul_(grad_rows[:, 1], beta)
     grad_beta = (grad_v_beta * chunks.v).sum(-1) + (grad_rows[:, 1] * k).sum(-1)
@@ -179,7 +183,7 @@ def _pair_products(rows: Tensor, k: Tensor, g: Tensor, factored: bool) -> Tensor
 def _pair_products_backward(
     grad: Tensor, rows: Tensor, k: Tensor, g: Tensor, factored: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of rows, k and g; `grad` is zero above the diagonal."""
+    """Gradients of rows, k and g; `grad` is zero on and above the diagonal."""
     grad_rows, grad_k, grad_g = torch.zeros_like(rows), torch.zeros_like(k), torch.zeros_like(g)
     size = k.shape[1]
     if not factored:
@@ -225,8 +229,8 @@ def _diagonal_products_backward(
     grad_g: Tensor,
 ) -> None:
     for first in range(0, k.shape[1], _SUB_BLOCK):
-        for i in range(first, min(first + _SUB_BLOCK, k.shape[1])):
-            columns = slice(first, i + 1)
+        for i in range(first + 1, min(first + _SUB_BLOCK, k.shape[1])):
+            columns = slice(first, i)
             decay = (g[:, i : i + 1] - g[:, columns]).exp()
             decayed = k[:, columns] * decay
             grad_i = grad[:, :, i, columns]

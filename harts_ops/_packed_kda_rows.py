@@ -180,7 +180,9 @@ def row_gradients(
     external = grad_pool[1 : len(grad_pool) - inputs.num_exports, :, :key_width, :value_width]
     outputs = [q[:num_rows], *(x[:num_rows] for x in rows), *(x[num_rows:] for x in rows)]
     return tuple(
-        inputs.q.new_empty(0) if x is None else grad.to(x.dtype).clone(memory_format=_CONTIGUOUS)
+        inputs.q.new_empty(0)
+        if grad is None or x is None
+        else grad.to(x.dtype).clone(memory_format=_CONTIGUOUS)
         for x, grad in zip(inputs[:12], [*outputs, external, A_log, dt_bias], strict=True)
     )
 
@@ -244,7 +246,7 @@ def _log_decay_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of gate rows, A_log and dt_bias."""
     if inputs.gate_form == "log_decay":
-        return grad, inputs.A_log, inputs.dt_bias
+        return grad, None, None
     rate, x = _gate_argument(_all_rows(inputs, "gate"), inputs)
     if inputs.gate_form == "lower_bound":
         activated = _sigmoid(rate * x)

@@ -1,4 +1,4 @@
-"""Plans of `packed_kda` built by hand, without the planner: any sequences, any segment forest."""
+"""Inputs of `packed_kda`, and plans built by hand: any sequences, any tree of branches."""
 
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,6 +14,7 @@ class Sequence:
     rows: list[int]
     replay: list[int] = field(default_factory=list)  # R + j is halo row j
     source: tuple | None = None
+    anchor: int = 0  # position of the sequence's first packed row on its path
 
 
 def build_plan(sequences, num_rows, *, chunk_size, num_halo=0, num_external=0, export_all=False):
@@ -108,7 +109,7 @@ def branch_sequences(branches, *, chunk_size):
             next_halo += len(replay)
             source = ("external", num_roots) if anchor else None
             num_roots += 1
-            made.append((Sequence(0, rows, replay, source), anchor, first))
+            made.append((Sequence(0, rows, replay, source, anchor), anchor, first))
             paths.append((anchor, replay + rows))
             continue
         base, above = paths[parent]
@@ -119,10 +120,76 @@ def branch_sequences(branches, *, chunk_size):
         source, number = made[maker][0].source, made[maker][0].round
         if anchor > made[maker][1]:
             source, number = (maker, (anchor - made[maker][1]) // chunk_size), number + 1
-        made.append((Sequence(number, rows, above[anchor - base :], source), anchor, first))
+        made.append((Sequence(number, rows, above[anchor - base :], source, anchor), anchor, first))
         paths.append((base, above + rows))
     order = sorted(range(len(made)), key=lambda i: made[i][0].round)
     for sequence, _, _ in made:
         if sequence.source and sequence.source[0] != "external":
             sequence.source = (order.index(sequence.source[0]), sequence.source[1])
     return [made[i][0] for i in order], [path for _, path in paths], num_rows
+
+
+def make_inputs(
+    num_rows,
+    *,
+    heads=(2, 4),
+    widths=(5, 7),
+    gate_form="lower_bound",
+    num_halo=0,
+    num_external=0,
+    dtype=torch.double,
+    grad=True,
+):
+    """Tensor arguments by name: ``heads`` are key and value heads, ``widths`` of a key, a value."""
+    rng = torch.Generator().manual_seed(0)
+    (key_heads, value_heads), (key, value) = heads, widths
+    trailing = {
+        "q": (key_heads, key),
+        "k": (key_heads, key),
+        "v": (value_heads, value),
+        "gate": (value_heads, key),
+        "beta": (value_heads,),
+    }
+    shapes = {name: (num_rows, *shape) for name, shape in trailing.items()}
+    if num_halo:
+        shapes |= {f"halo_{n}": (num_halo, *trailing[n]) for n in ("k", "v", "gate", "beta")}
+    if num_external:
+        shapes["external_states"] = (num_external, value_heads, key, value)
+    if gate_form != "log_decay":
+        shapes |= {"A_log": (value_heads,), "dt_bias": (value_heads * key,)}
+    inputs = {n: torch.randn(x, generator=rng, dtype=torch.double) for n, x in shapes.items()}
+    if gate_form == "log_decay":
+        inputs |= {n: -x.abs() for n, x in inputs.items() if n.endswith("gate")}
+    states = torch.promote_types(dtype, torch.float32)
+    return {
+        name: x.to(states if name == "external_states" else dtype).requires_grad_(grad)
+        for name, x in inputs.items()
+    }
+
+
+def tree_case(chunk_size, **inputs):
+    """Inputs and plan of a tree with three rounds, halo rows, external states and padding rows."""
+    b = chunk_size
+    branches = [
+        (None, 0, 3 * b + 2),
+        (0, b + 1, 2 * b + 3),
+        (0, 2 * b, 3 * b),
+        (1, 2 * b + 1, 4 * b),
+        (None, 2 * b + 3, 4 * b + 1),
+        (4, 3 * b + 1, 4 * b + 2),
+        (0, 2, 5),
+    ]
+    sequences, _, num_rows = branch_sequences(branches, chunk_size=b)
+    plan = build_plan(sequences, num_rows + 2, chunk_size=b, num_halo=3, export_all=True)
+    return make_inputs(num_rows + 2, num_halo=3, num_external=2, **inputs), plan
+
+
+def run(fn, inputs, plan, **options):
+    """Outputs of ``fn`` and the gradients of all inputs under fixed cotangents."""
+    outputs = fn(**inputs, **plan, **options)
+    rng = torch.Generator().manual_seed(1)
+    loss = sum(
+        (x * torch.randn(x.shape, generator=rng, dtype=torch.double).to(x.dtype)).sum()
+        for x in outputs
+    )
+    return *(x.detach() for x in outputs), *torch.autograd.grad(loss, list(inputs.values()))
