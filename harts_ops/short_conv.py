@@ -53,6 +53,9 @@ def tree_short_conv(
         ValueError: Shapes, dtypes or the activation do not fit.
     """
     _check(x, weight, halo, bias, activation)
+    if halo is None:
+        # Plans without a producer count halo rows that nobody reads.
+        tap_reader_ptr = tap_reader_ptr[: x.shape[0] + 1]
     _check_plan(x, weight, halo, conv_cu_seqlens, tap_row, tap_reader_ptr, tap_reader)
     silu = activation == "silu"
     plan = (conv_cu_seqlens, tap_row, tap_reader_ptr, tap_reader)
