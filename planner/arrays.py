@@ -40,6 +40,13 @@ def _pad(values: IntArray, fill: int = 0) -> IntArray:
     return np.concatenate([values, np.full((missing, *values.shape[1:]), fill, np.int64)])
 
 
+def ranges(start: IntArray, length: IntArray) -> IntArray:
+    """Return ``start[i], ..., start[i] + length[i] - 1`` for each ``i``, concatenated."""
+    end = np.cumsum(length)
+    total = int(end[-1]) if len(end) else 0
+    return np.repeat(start - end + length, length) + np.arange(total)
+
+
 def _pointers(count: IntArray) -> IntArray:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(count)])
 
@@ -106,21 +113,23 @@ def _packed(layout: "Layout") -> dict[str, Any]:
     begin = np.cumsum(size) - size
     offset = np.arange(int(size.sum())) - np.repeat(begin, size)
     is_own = offset >= np.repeat(replay, size)
+    own_at, again = np.flatnonzero(is_own), np.flatnonzero(~is_own)
+    own_row = ranges(first_own, own)
     packed_row = np.empty(len(offset), np.int64)
-    packed_row[~is_own] = layout.replay_row
-    packed_row[is_own] = (np.repeat(first_own - replay, size) + offset)[is_own]
+    packed_row[again] = layout.replay_row
+    packed_row[own_at] = own_row
     row_packed = np.full(layout.num_own, -1, np.int64)
-    row_packed[packed_row[is_own]] = np.flatnonzero(is_own)
+    row_packed[own_row] = own_at
 
     num_indexed = _num_indexed(layout)
     packed_ptr = _pointers(np.bincount(packed_row, minlength=num_indexed))
     packed_order = np.empty(len(packed_row), np.int64)
-    packed_order[packed_ptr[packed_row[is_own]]] = np.flatnonzero(is_own)
-    again = np.flatnonzero(~is_own)
-    again = again[np.argsort(packed_row[again], kind="stable")]
-    row = packed_row[again]
-    place = np.arange(len(row)) - np.searchsorted(row, row)
-    packed_order[packed_ptr[row] + (row < layout.num_own) + place] = again
+    packed_order[packed_ptr[own_row]] = own_at
+    # Replayed entries of a row follow its own entry; a halo row has none of its own.
+    again_ptr, entry = _group(layout.replay_row, num_indexed)
+    row = layout.replay_row[entry]
+    place = np.arange(len(row)) - again_ptr[row] + (row < layout.num_own)
+    packed_order[packed_ptr[row] + place] = again[entry]
 
     size = _pad(size)
     chunks = -(-size // layout.chunk_size)
@@ -239,11 +248,12 @@ def _block_lists(partial: NDArray[np.bool_], full: NDArray[np.bool_]) -> tuple[I
     """Return counts ``[2, n]`` and ascending lists ``[2, n, m]``, unused entries 0."""
     masks = np.stack([partial, full])
     count = masks.sum(axis=2)
-    kind, block, other = np.nonzero(masks)
-    ptr = _pointers(count.ravel())
-    line = kind * masks.shape[1] + block
+    num = masks.shape[2]
+    cell = np.flatnonzero(masks)
+    line = cell // num
     index = np.zeros(masks.shape, np.int32)
-    index[kind, block, np.arange(len(line)) - ptr[line]] = other
+    place = np.arange(len(cell)) - _pointers(count.ravel())[line]
+    index.reshape(-1)[line * num + place] = cell - line * num
     return count, index
 
 

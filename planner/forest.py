@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.arrays import ranges
 from planner.plan import Segments
 from planner.prefix import sort_with_lcp
 from planner.rounds import continuations, first_rows
@@ -109,13 +110,6 @@ def build_forest(trajectories: Sequence[np.ndarray], chunk_size: int, *, shared:
     )
 
 
-def ranges(start: IntArray, length: IntArray) -> IntArray:
-    """Return ``start[i], ..., start[i] + length[i] - 1`` for each ``i``, concatenated."""
-    end = np.cumsum(length)
-    total = int(end[-1]) if len(end) else 0
-    return np.repeat(start - end + length, length) + np.arange(total)
-
-
 def renumber(parent: IntArray, order: IntArray) -> IntArray:
     """Return the parents (-1: none) once node ``order[i]`` has become node ``i``."""
     rank = np.empty(len(order) + 1, np.int64)
@@ -130,7 +124,7 @@ def _merge(size: IntArray, lcp: IntArray) -> tuple[IntArray, IntArray, IntArray,
     A trajectory that continues the one before it to the end, or equals it, makes no break.
     """
     head = np.ones(len(size), bool)
-    head[1:] = (lcp[1:] < size[:-1]) | (lcp[1:] == 0)
+    head[1:] = lcp[1:] < size[:-1]
     tails = np.flatnonzero(np.append(head[1:], True))
     parents: list[int] = []
     starts: list[int] = []

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.arrays import find_pairs, pair_keys
-from planner.forest import Forest, build_forest, checked_trajectories, ranges
+from planner.arrays import find_pairs, pair_keys, ranges
+from planner.forest import Forest, build_forest, checked_trajectories
 from planner.plan import (
     SHARES,
     Cache,
@@ -318,16 +318,13 @@ def _assemble(
 def _residual(forest: Forest, own: NDArray[np.bool_]) -> tuple[Segments, IntArray]:
     """Return the segments of the own rows and their witnesses; held rows are closed upwards."""
     complete = forest.segments
-    length = complete.end - complete.start
     count = np.add.reduceat(own.astype(np.int64), complete.row)
     kept = np.flatnonzero(count)
     index = np.full(len(complete) + 1, -1, np.int64)
     index[kept] = np.arange(len(kept))
     size = count[kept]
-    # A segment that the producer holds in part is a root: its parent is held.
-    whole = size == length[kept]
     segments = Segments(
-        parent=np.where(whole, index[complete.parent[kept]], -1),
+        parent=index[complete.parent[kept]],  # -1 below a segment that is held whole
         start=complete.end[kept] - size,
         end=complete.end[kept],
         row=np.cumsum(size) - size,

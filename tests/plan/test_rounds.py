@@ -126,6 +126,18 @@ def test_a_break_without_a_fork_is_harmless():
     assert count_rounds([-1, 0, 1], [0, 4, 9], [4, 9, 12], 4) == 1
 
 
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        ([4, 9, 30, 9], 2),  # equal rounds: more tokens
+        ([4, 9, 9, 9], 1),  # equal tokens too: the first
+    ],
+)
+def test_ties_of_the_continuation(end, expected):
+    parent, start = np.array([-1, 0, 0, 0]), np.array([0, 4, 4, 4])
+    assert continuations(parent, start, np.array(end), 4)[0].tolist() == [expected, -1, -1, -1]
+
+
 def test_a_forest_without_segments_needs_no_round():
     assert count_rounds([], [], [], 4) == 0
 
