@@ -264,32 +264,12 @@ def _assemble(
         segments, witness = _residual(forest, held < 0)
     sequences = chain_sequences(segments, options.chunk_size)
     replay, taps, boundary = _context(forest, sequences, witness, options.conv_width)
-    num_own = options.padded(len(own_row))
-    cache = None
+    num_own, cache = options.padded(len(own_row)), None
     if held is not None and producer is not None:
         # A consumer that owns no row still runs the decoder, on padding.
         num_own = options.padded(max(2, len(own_row)))
-        read = held[np.concatenate([replay, taps[taps >= 0]])]
-        cached_row = np.flatnonzero(held >= 0)
-        halo_row = np.unique(read[read >= 0])
-        index = np.empty(num_rows, np.int64)
-        index[own_row] = np.arange(len(own_row))
-        index[cached_row] = num_own + np.searchsorted(halo_row, held[cached_row])
+        cache, index = _read_cache(held, producer, num_own, replay, taps, boundary)
         replay, taps = index[replay], np.where(taps >= 0, index[taps], -1)
-        state = _states_after(producer, held[boundary[boundary >= 0]])
-        external = _unique_pairs([state])
-        external_of = np.full(len(sequences), -1, np.int64)
-        external_of[boundary >= 0] = find_pairs(external, state)
-        cache = Cache(
-            own_row=own_row,
-            cached_row=cached_row,
-            producer_row=held[cached_row],
-            halo_row=halo_row,
-            halo_index=np.zeros(0, np.int64),
-            external=external,
-            external_of=external_of,
-            external_slot=np.zeros(0, np.int64),
-        )
     pad = options.padded(num_rows) - num_rows
     complete, padding = forest.segments, np.zeros(pad, np.int64)
     length = complete.end - complete.start
@@ -313,6 +293,44 @@ def _assemble(
         exports=Exports(states=_unique_pairs([states]), halo_row=np.zeros(0, np.int64)),
         cache=cache,
     )
+
+
+def _read_cache(
+    held: IntArray,
+    producer: Layout,
+    num_own: int,
+    replay: IntArray,
+    taps: IntArray,
+    boundary: IntArray,
+) -> tuple[Cache, IntArray]:
+    """Return what a consumer reads, and the row index of each complete row that is read.
+
+    Args:
+        held: Producer row of every complete row, or -1.
+        replay, taps, boundary: Complete rows, as ``_context`` returns them.
+    """
+    own_row, cached_row = np.flatnonzero(held < 0), np.flatnonzero(held >= 0)
+    read = held[np.concatenate([replay, taps[taps >= 0]])]
+    halo_row = np.unique(read[read >= 0])
+    index = np.empty(len(held), np.int64)
+    index[own_row] = np.arange(len(own_row))
+    index[cached_row] = num_own + np.searchsorted(halo_row, held[cached_row])
+    state = _states_after(producer, held[boundary[boundary >= 0]])
+    external = _unique_pairs([state])
+    external_of = np.full(len(boundary), -1, np.int64)
+    external_of[boundary >= 0] = find_pairs(external, state)
+    unknown = np.zeros(0, np.int64)
+    cache = Cache(
+        own_row=own_row,
+        cached_row=cached_row,
+        producer_row=held[cached_row],
+        halo_row=halo_row,
+        halo_index=unknown,
+        external=external,
+        external_of=external_of,
+        external_slot=unknown,
+    )
+    return cache, index
 
 
 def _residual(forest: Forest, own: NDArray[np.bool_]) -> tuple[Segments, IntArray]:
