@@ -162,10 +162,12 @@ def row_gradients(
     num_rows, key_heads, key_width = inputs.q.shape
     heads, value_width = inputs.v.shape[1:]
     widths = (key_width, key_width, value_width, key_width, 1)
+    num_sources = num_rows if inputs.halo_k is None else inputs.packed_ptr.shape[0] - 1
     q, k, v, log_decay, beta = (
-        _sum_packed(grad.flatten(0, 1)[order.token], inputs)[..., :width]
+        _sum_packed(grad.flatten(0, 1)[order.token], inputs)[:num_sources, :, :width]
         for grad, width in zip(grads, widths, strict=True)
     )
+    q = q[:num_rows]
     if heads != key_heads:
         q, k = (x.unflatten(1, (key_heads, -1)).sum(2) for x in (q, k))
     if inputs.use_qk_l2norm:
@@ -176,9 +178,9 @@ def row_gradients(
         activated = _sigmoid(_all_rows(inputs, "beta"))
         beta = beta * activated * (1 - activated)
     gate, A_log, dt_bias = _log_decay_backward(log_decay, inputs)
-    rows = (k, v, gate, beta)
     external = grad_pool[1 : len(grad_pool) - inputs.num_exports, :, :key_width, :value_width]
-    outputs = [q[:num_rows], *(x[:num_rows] for x in rows), *(x[num_rows:] for x in rows)]
+    rows = (k, v, gate, beta)
+    outputs = [q, *(x[:num_rows] for x in rows), *(x[num_rows:] for x in rows)]
     return tuple(
         inputs.q.new_empty(0)
         if grad is None or x is None
@@ -193,28 +195,26 @@ def padded_width(width: int) -> int:
 
 
 def _all_rows(inputs: PackedKdaInputs, name: str) -> Tensor:
-    """Own rows, then halo rows, in the compute dtype ``[R + H, ...]``; an absent halo is zero."""
+    """Own rows, then halo rows if there are any, in the compute dtype."""
     own, halo = getattr(inputs, name), getattr(inputs, f"halo_{name}", None)
     own = own.to(compute_dtype(inputs.q))
-    if halo is not None:
-        return torch.cat((own, halo.to(own.dtype)))
-    return torch.cat(
-        (own, own.new_zeros(inputs.packed_ptr.shape[0] - 1 - len(own), *own.shape[1:]))
-    )
+    return own if halo is None else torch.cat((own, halo.to(own.dtype)))
 
 
 def _gather(x: Tensor, heads: int, order: ChunkOrder) -> Tensor:
-    """Chunk form ``[N, B, padded width]`` of rows ``[R + H, heads or key heads, width]``."""
+    """Chunk form ``[N, B, padded width]`` of rows ``[rows, heads or key heads, width]``.
+
+    Rows that x lacks are zero: positions past a sequence's end, and halo rows of q.
+    """
     num_rows, own_heads, width = x.shape
-    padded = x.new_zeros(num_rows + 1, own_heads, width if width == 1 else padded_width(width))
+    padded = x.new_empty(num_rows + 1, own_heads, width if width == 1 else padded_width(width))
     padded[:-1, :, :width] = x
-    head = torch.arange(heads) // (heads // max(1, own_heads))
-    index = order.row[:, None, :] * own_heads + head[:, None]
-    return (
-        padded.flatten(0, 1)
-        .index_select(0, index.flatten())
-        .view(-1, index.shape[-1], padded.shape[-1])
-    )
+    padded[-1] = 0
+    padded[:-1, :, width:] = 0
+    head = torch.arange(heads) // (heads // own_heads)
+    index = order.row.clamp(max=num_rows)[:, None, :] * own_heads + head[:, None]
+    chunks = padded.flatten(0, 1).index_select(0, index.flatten())
+    return chunks.view(-1, index.shape[-1], padded.shape[-1])
 
 
 def _sum_packed(packed: Tensor, inputs: PackedKdaInputs) -> Tensor:

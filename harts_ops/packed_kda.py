@@ -4,6 +4,8 @@
 # HK key heads, HV value heads, K key head width, V value head width, B chunk size, P pool entries
 # (1 zero state + E external + X exported states).
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -340,20 +342,21 @@ packed_kda_backward_op.register_autograd(_refuse)
 @register_flop_formula(torch.ops.harts.packed_kda)
 def _forward_flops(*shapes, out_shape=None, **_) -> int:
     """Scores, inverse, w and u in a chunk; ``w S``, ``k^T delta`` and ``q S`` with its state."""
-    return _flops(PackedKdaInputs(*shapes), 6, 3, 2, thirds=1)
+    return _flops(shapes, 6, 3, 2, thirds=1)
 
 
 @register_flop_formula(torch.ops.harts.packed_kda_backward)
 def _backward_flops(grad_out, grad_exported_states, exported_states, scores, inverse, *shapes, **_):
     """Twice the forward's products without the inverse, and w, u and the states once more."""
-    return _flops(PackedKdaInputs(*shapes), 16, 7, 5)
+    return _flops(shapes, 16, 7, 5)
 
 
-def _flops(inputs: PackedKdaInputs, states: int, keys: int, values: int, thirds: int = 0) -> int:
+def _flops(shapes: tuple[Any, ...], states: int, keys: int, values: int, thirds: int = 0) -> int:
     """``T HV (states K V + B (keys K + values V) + thirds B^2 / 3)``.
 
     A multiply-add is two FLOPs; of the ``[B, B]`` matrices only the lower triangle counts.
     """
+    inputs: Any = PackedKdaInputs(*shapes)  # shapes where the op has tensors
     (_, _, key_width), (_, heads, value_width) = inputs.q, inputs.v
     size = inputs.chunk_size
     row = states * key_width * value_width + size * (keys * key_width + values * value_width)

@@ -208,6 +208,23 @@ def test_extreme_decays_stay_finite_and_right(gate_form, gate):
 
 
 @pytest.mark.parametrize("gate_form", FORMS)
+def test_small_gradients_do_not_underflow(gate_form):
+    """Backward is linear: a cotangent times 2^-40 gives gradients times 2^-40."""
+    inputs = make_inputs(128, widths=(8, 8), gate_form=gate_form, dtype=torch.float32)
+    gate = -4.9 if gate_form == "log_decay" else 4.0
+    inputs["gate"] = torch.full_like(inputs["gate"], gate).requires_grad_()
+    plan = build_plan([Sequence(0, list(range(128)))], 128, chunk_size=64)
+    out, _ = packed_kda(**inputs, **plan, gate_form=gate_form, **ACTIVATED)
+    cotangent = torch.linspace(-1, 1, out.numel()).view_as(out)
+    full, small = (
+        torch.autograd.grad(out, list(inputs.values()), cotangent * scale, retain_graph=True)
+        for scale in (1, 2**-40)
+    )
+    for x, y in zip(full, small, strict=True):
+        assert (x - y * 2**40).norm() <= 1e-4 * x.norm()
+
+
+@pytest.mark.parametrize("gate_form", FORMS)
 def test_gradcheck(gate_form):
     sequences, _, num_rows = branch_sequences([(None, 0, 6), (0, 5, 7), (None, 5, 6)], chunk_size=4)
     plan = build_plan(sequences, num_rows + 1, chunk_size=4, num_halo=1, export_all=True)
