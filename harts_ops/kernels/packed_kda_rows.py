@@ -35,7 +35,7 @@ def log_decay(x, rate, lower_bound, GATE_FORM: tl.constexpr):
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_own", "num_packed"])
 def _destination_kernel(
     packed_row_ptr,
     row_packed_ptr,
@@ -76,7 +76,7 @@ def _unit_gradient(x, grad):
     return scale * (grad - unit * tl.sum(unit * grad, 1)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_own", "num_rows"])
 def _row_gradient_kernel(
     dq_ptr,
     dk_ptr,

@@ -21,7 +21,7 @@ def _sequence(round_ptr_ptr, round_index, index, ALL_ROUNDS: tl.constexpr):
     return sequence
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["round_index", "num_external"])
 def _scan_kernel(
     q_decay_ptr,
     k_end_ptr,
@@ -120,7 +120,7 @@ def _scan_kernel(
                 tl.store(base + o_k[None, :] * V + o_v[:, None], state, mask=m_vk)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["round_index", "num_external"])
 def _reverse_scan_kernel(
     q_decay_ptr,
     k_end_ptr,

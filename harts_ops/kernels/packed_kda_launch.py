@@ -1,0 +1,520 @@
+"""Launches of packed KDA's Triton kernels: what each one reads, writes, and how it is compiled."""
+
+# Shape letters as in harts_ops/packed_kda.py.
+
+import functools
+import json
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from harts_ops._packed_kda_rows import PackedKdaInputs
+from harts_ops.kernels import packed_kda_gradient, packed_kda_prepare, packed_kda_rows
+from harts_ops.kernels import packed_kda_scan as packed_kda_scans
+
+# Launches of jitted functions are beyond a type checker.
+_prepares: Any = packed_kda_prepare
+_gradients: Any = packed_kda_gradient
+_rows: Any = packed_kda_rows
+_scans: Any = packed_kda_scans
+
+CONFIG_FILE = Path(__file__).with_name("packed_kda.json")
+
+_SAFE_DECAY = -5.0  # 15 steps of it stay within fp32's range
+
+Options = dict[str, dict[str, int]]  # launch options of each kernel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call's inputs, with what its launches share."""
+
+    inputs: PackedKdaInputs
+    key_heads: int
+    heads: int
+    key_width: int
+    value_width: int
+    options: Options
+
+    @property
+    def num_packed(self) -> int:
+        return self.inputs.packed_row.shape[0]
+
+    @property
+    def num_chunks(self) -> int:
+        return self.inputs.chunk_indices.shape[0]
+
+    @property
+    def num_external(self) -> int:
+        return self.inputs.reader_ptr.shape[0] - 2 - self.inputs.num_exports
+
+    @property
+    def has_halo(self) -> bool:
+        return self.inputs.halo_k is not None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"HV": self.heads, "K": self.key_width, "V": self.value_width}
+
+    @property
+    def chunk_sizes(self) -> dict[str, Any]:
+        chunk_size, width = self.inputs.chunk_size, padded(self.key_width)
+        return self.sizes | {"BT": chunk_size, "PRECISION": self.precision} | {"PK": width}
+
+    @property
+    def precision(self) -> str:
+        return "tf32" if self.inputs.q.dtype == torch.bfloat16 else "tf32x3"
+
+    @property
+    def halves(self) -> dict[str, Any]:
+        """How pairs of a chunk's rows are split: see `packed_kda_prepare`."""
+        x = self.inputs
+        safe = x.gate_form == "lower_bound" and x.lower_bound >= _SAFE_DECAY
+        levels = x.chunk_size.bit_length() - 1
+        return {"LOG_BT": levels, "SAFE": safe, "NUM_HALVES": levels - 4 if safe else levels}
+
+    def packed(self, width: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self.inputs.q.new_empty(self.num_packed, self.heads, width, dtype=dtype)
+
+    def states(self, count: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Transposed states, as the kernels keep them."""
+        shape = (count, self.heads, self.value_width, self.key_width)
+        return self.inputs.q.new_empty(shape, dtype=dtype)
+
+    def scan_programs(self, kernel: str, sequences: int) -> int:
+        """Programs of a scan over so many sequences (at least one)."""
+        columns = triton.cdiv(self.value_width, self.options[kernel]["BV"])
+        return max(1, sequences * self.heads * columns)
+
+    def device(self) -> AbstractContextManager:
+        x = self.inputs.q
+        return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Packed rows ``[T, HV, ...]`` as the state scans read them."""
+
+    q_decay: Tensor  # scale * q exp(g)
+    k_end: Tensor  # k exp(g_end - g)
+    w: Tensor
+    u: Tensor
+    decay: Tensor  # g in units of log2, fp32
+    row_scale: Tensor  # [3, T, HV] 1/|q|, 1/|k|, beta, fp32; backward only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunks:
+    """What the gradients that are local to a chunk read."""
+
+    grad_out: Tensor  # [R, HV, V]
+    destination: Tensor  # [T]
+    decay: Tensor
+    row_scale: Tensor
+    inverse: Tensor  # [T, HV, B]
+    states: Tensor  # [NC, HV, V, K] before each chunk
+    delta: Tensor  # [T, HV, V]
+    grad_states: Tensor  # [NC, HV, V, K] after each chunk
+    grad_delta: Tensor  # [T, HV, V]
+
+
+def make_call(args: tuple[Any, ...], options: Options | None = None) -> Call:
+    """Check what the kernels need, and choose launch options."""
+    inputs = PackedKdaInputs(*(x.contiguous() if isinstance(x, Tensor) else x for x in args))
+    (_, key_heads, key_width), (_, heads, value_width) = inputs.q.shape, inputs.v.shape
+    if inputs.q.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"packed_kda on CUDA needs q in bfloat16 or float32, got {inputs.q.dtype}")
+    if inputs.k.dtype != inputs.q.dtype:
+        raise ValueError(f"q is {inputs.q.dtype} but k is {inputs.k.dtype}")
+    if max(key_width, value_width) > 256:
+        raise ValueError(f"need head widths up to 256, got {key_width} and {value_width}")
+    if inputs.chunk_size not in (16, 32, 64):
+        raise ValueError(f"chunk_size on CUDA is 16, 32 or 64, got {inputs.chunk_size}")
+    if options is None:
+        options = launch_options(inputs.q.device, inputs.q.dtype, max(key_width, value_width))
+    limits = {"BK": padded(key_width), "BV": padded(value_width)}
+    return Call(
+        inputs=inputs,
+        key_heads=key_heads,
+        heads=heads,
+        key_width=key_width,
+        value_width=value_width,
+        options={
+            kernel: {name: min(x, limits.get(name, x)) for name, x in chosen.items()}
+            for kernel, chosen in options.items()
+        },
+    )
+
+
+@functools.cache
+def launch_options(device: torch.device, dtype: torch.dtype, width: int) -> Options:
+    """Launch options of each kernel: one fixed set per device, dtype and head width.
+
+    The same rows give bitwise the same results in any layout only under the same options, so
+    nothing is tuned at run time. ``python -m harts_ops.kernels.packed_kda --tune`` measures anew.
+    """
+    capability = None
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        capability = 10 * major + minor
+    name = str(dtype).removeprefix("torch.")
+    for entry in json.loads(CONFIG_FILE.read_text()):
+        fits = entry["dtype"] == name and width <= entry["max_width"]
+        if fits and entry["capability"] in (capability, None):
+            return entry["kernels"]
+    raise ValueError(f"{CONFIG_FILE} has no options for {name} and head width {width}")
+
+
+def padded(width: int) -> int:
+    return max(16, 1 << math.ceil(math.log2(width)))
+
+
+def destination(call: Call, out: Tensor | None) -> Tensor:
+    """Own row that each packed entry computes, or -1; rows of `out` without one become zero."""
+    inputs = call.inputs
+    rows = torch.empty_like(inputs.packed_row)
+    num_own = inputs.row_packed.shape[0]
+    count = call.num_packed if out is None else max(call.num_packed, num_own)
+    _rows._destination_kernel[(max(1, triton.cdiv(count, 128)),)](
+        inputs.packed_row,
+        inputs.row_packed,
+        rows,
+        rows if out is None else out,
+        num_own,
+        call.num_packed,
+        WIDTH=call.heads * call.value_width,
+        BLOCK=128,
+        CLEAR=out is not None,
+    )
+    return rows
+
+
+def prepare(call: Call, scores: Tensor, inverse: Tensor, *, solve: bool) -> Prepared:
+    """Gather and activate rows; compute (or, without `solve`, read) the chunks' matrices."""
+    inputs = call.inputs
+    q_decay = call.packed(call.key_width)
+    prepared = Prepared(
+        q_decay=q_decay,
+        k_end=torch.empty_like(q_decay),
+        w=torch.empty_like(q_decay),
+        u=call.packed(call.value_width),
+        decay=torch.empty_like(q_decay, dtype=torch.float32),
+        row_scale=inputs.q.new_empty(
+            (0 if solve else 3, call.num_packed, call.heads), dtype=torch.float32
+        ),
+    )
+    if call.num_chunks == 0:
+        return prepared
+    sizes = call.chunk_sizes | call.halves
+    del sizes["PK"]
+    _prepares._prepare_kernel[(call.num_chunks * call.heads,)](
+        *inputs[:5],
+        *(inputs[5:9] if call.has_halo else inputs[1:5]),
+        inputs.gate if inputs.A_log is None else inputs.A_log,
+        inputs.gate if inputs.dt_bias is None else inputs.dt_bias,
+        inputs.packed_row,
+        inputs.cu_seqlens,
+        inputs.chunk_indices,
+        prepared.q_decay,
+        prepared.k_end,
+        prepared.w,
+        prepared.u,
+        prepared.decay,
+        scores,
+        inverse,
+        prepared.row_scale,
+        inputs.q.shape[0],
+        call.num_packed,
+        inputs.scale,
+        inputs.lower_bound,
+        HK=call.key_heads,
+        **sizes,
+        GATE_FORM=inputs.gate_form,
+        HAS_BIAS=inputs.dt_bias is not None and inputs.gate_form != "log_decay",
+        HAS_HALO=call.has_halo,
+        L2NORM=inputs.use_qk_l2norm,
+        BETA_SIGMOID=inputs.use_beta_sigmoid,
+        SOLVE=solve,
+        SOLVE_PRECISION=call.precision,
+        **call.options["prepare" if solve else "reprepare"],
+    )
+    return prepared
+
+
+def scan(
+    call: Call,
+    prepared: Prepared,
+    scores: Tensor,
+    exported: Tensor,
+    rows: Tensor,
+    out: Tensor,
+) -> None:
+    """Outputs and exported states, round after round."""
+    unused = prepared.u
+    arguments = _scan_arguments(call, prepared, scores, exported, rows, out, unused, unused)
+    kernel = _scans._scan_kernel[(call.scan_programs("scan", call.inputs.max_sequences),)]
+    options = {**call.chunk_sizes, "FORWARD": True, **call.options["scan"]}
+    for index in range(call.inputs.num_rounds):
+        kernel(*arguments, index, call.num_external, **options)
+
+
+def rescan(
+    call: Call, prepared: Prepared, scores: Tensor, exported: Tensor
+) -> tuple[Tensor, Tensor]:
+    """States before all chunks ``[NC, HV, V, K]`` and delta ``[T, HV, V]``; no round must wait."""
+    inputs = call.inputs
+    states, delta = call.states(call.num_chunks), torch.empty_like(prepared.u)
+    arguments = _scan_arguments(
+        call, prepared, scores, exported, inputs.packed_row, prepared.u, states, delta
+    )
+    _scans._scan_kernel[(call.scan_programs("rescan", inputs.source.shape[0]),)](
+        *arguments,
+        0,
+        call.num_external,
+        **call.chunk_sizes,
+        FORWARD=False,
+        **call.options["rescan"],
+    )
+    return states, delta
+
+
+def _scan_arguments(
+    call: Call,
+    prepared: Prepared,
+    scores: Tensor,
+    exported: Tensor,
+    rows: Tensor,
+    out: Tensor,
+    states: Tensor,
+    delta: Tensor,
+) -> tuple[Tensor, ...]:
+    inputs = call.inputs
+    return (
+        prepared.q_decay,
+        prepared.k_end,
+        prepared.w,
+        prepared.u,
+        prepared.decay,
+        scores,
+        exported if inputs.external_states is None else inputs.external_states.float(),
+        exported,
+        rows,
+        out,
+        states,
+        delta,
+        inputs.cu_seqlens,
+        inputs.chunk_offsets,
+        inputs.round_ptr,
+        inputs.source,
+        inputs.export_slot,
+    )
+
+
+def reverse_scan(
+    call: Call,
+    prepared: Prepared,
+    scores: Tensor,
+    grad_out: Tensor,
+    grad_exported: Tensor,
+    rows: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the states after all chunks, of delta, and of each sequence's initial state."""
+    inputs = call.inputs
+    grad_states, grad_delta = call.states(call.num_chunks), torch.empty_like(prepared.u)
+    grad_sources = call.states(inputs.source.shape[0], torch.float32)
+    arguments = (
+        prepared.q_decay,
+        prepared.k_end,
+        prepared.w,
+        prepared.decay,
+        scores,
+        grad_out,
+        grad_exported,
+        rows,
+        grad_states,
+        grad_delta,
+        grad_sources,
+        inputs.cu_seqlens,
+        inputs.chunk_offsets,
+        inputs.round_ptr,
+        inputs.source,
+        inputs.export_slot,
+        inputs.reader_ptr,
+        inputs.reader,
+    )
+    programs = call.scan_programs("reverse_scan", inputs.max_sequences)
+    kernel = _scans._reverse_scan_kernel[(programs,)]
+    options = {**call.chunk_sizes, **call.options["reverse_scan"]}
+    for index in reversed(range(inputs.num_rounds)):
+        kernel(*arguments, index, call.num_external, **options)
+    return grad_states, grad_delta, grad_sources
+
+
+def empty_gradients(call: Call) -> dict[str, Tensor]:
+    """A tensor for each floating input's gradient, in the order of the schema."""
+    inputs, grads = call.inputs, {}
+    for name in inputs._fields[:12]:
+        x = getattr(inputs, name)
+        grads[name] = inputs.q.new_empty(0) if x is None else torch.empty_like(x)
+    if inputs.gate_form == "log_decay":
+        for name in ("A_log", "dt_bias"):
+            grads[name].zero_()
+    return grads
+
+
+def matrix_gradient(
+    call: Call, chunks: Chunks, grads: dict[str, Tensor]
+) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+    """Gradients of the chunks' matrices; packed ones of beta, and of v where rows have several."""
+    inputs = call.inputs
+    matrices = (torch.empty_like(chunks.inverse), torch.empty_like(chunks.inverse))
+    d_v = call.packed(call.value_width, torch.float32)
+    d_beta = d_v.new_empty(d_v.shape[:2])
+    sizes = call.chunk_sizes
+    del sizes["PK"]
+    if call.num_chunks:
+        _gradients._matrix_gradient_kernel[(call.num_chunks * call.heads,)](
+            inputs.k,
+            inputs.v,
+            inputs.halo_k if call.has_halo else inputs.k,
+            inputs.halo_v if call.has_halo else inputs.v,
+            inputs.packed_row,
+            inputs.packed_ptr,
+            inputs.cu_seqlens,
+            inputs.chunk_indices,
+            chunks.grad_out,
+            chunks.destination,
+            chunks.decay,
+            chunks.row_scale,
+            chunks.inverse,
+            chunks.states,
+            chunks.delta,
+            chunks.grad_delta,
+            *matrices,
+            d_beta,
+            d_v,
+            grads["v"],
+            grads["halo_v" if call.has_halo else "v"],
+            inputs.q.shape[0],
+            call.num_packed,
+            inputs.scale,
+            HK=call.key_heads,
+            **sizes,
+            HAS_HALO=call.has_halo,
+            **call.options["matrix_gradient"],
+        )
+    return matrices, d_beta, d_v
+
+
+def gradient(
+    call: Call, chunks: Chunks, matrices: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed gradients of q, k and the log decay ``[T, HV, K]``, fp32."""
+    inputs = call.inputs
+    d_q = call.packed(call.key_width, torch.float32)
+    d_k, d_g = torch.empty_like(d_q), torch.empty_like(d_q)
+    sizes = call.chunk_sizes | call.halves
+    del sizes["PK"]
+    columns = triton.cdiv(call.key_width, call.options["gradient"]["BK"])
+    if call.num_chunks:
+        _gradients._gradient_kernel[(call.num_chunks * call.heads * columns,)](
+            inputs.q,
+            inputs.k,
+            inputs.halo_k if call.has_halo else inputs.k,
+            inputs.packed_row,
+            inputs.cu_seqlens,
+            inputs.chunk_indices,
+            chunks.grad_out,
+            chunks.destination,
+            chunks.decay,
+            chunks.row_scale,
+            chunks.inverse,
+            chunks.states,
+            chunks.delta,
+            chunks.grad_states,
+            chunks.grad_delta,
+            *matrices,
+            d_q,
+            d_k,
+            d_g,
+            inputs.q.shape[0],
+            call.num_packed,
+            inputs.scale,
+            HK=call.key_heads,
+            **sizes,
+            HAS_HALO=call.has_halo,
+            **call.options["gradient"],
+        )
+    return d_q, d_k, d_g
+
+
+def row_gradient(call: Call, grads: dict[str, Tensor], packed: tuple[Tensor, ...]) -> None:
+    """Sum packed gradients into rows and take them through the activations."""
+    inputs = call.inputs
+    own = ("k", "v", "gate", "beta")
+    halo = tuple(f"halo_{name}" for name in own) if call.has_halo else own
+    num_own = inputs.q.shape[0]
+    num_rows = inputs.packed_ptr.shape[0] - 1 if call.has_halo else num_own
+    activated = inputs.gate_form != "log_decay"
+    options = call.options["row_gradient"]
+    num_blocks = triton.cdiv(num_rows, options["BR"])
+    parts = (num_blocks if activated else 0, call.heads, call.key_width)
+    part_dt_bias = inputs.q.new_empty(parts, dtype=torch.float32)
+    part_a_log = part_dt_bias.new_empty(parts[:2])
+    _rows._row_gradient_kernel[(max(1, num_blocks) * call.key_heads,)](
+        *packed,
+        inputs.q,
+        inputs.k,
+        inputs.gate,
+        inputs.beta,
+        *(getattr(inputs, halo[i]) for i in (0, 2, 3)),
+        inputs.gate if inputs.A_log is None else inputs.A_log,
+        inputs.gate if inputs.dt_bias is None else inputs.dt_bias,
+        *(grads[name] for name in ("q", *own)),
+        *(grads[name] for name in halo),
+        part_a_log,
+        part_dt_bias,
+        inputs.packed_order,
+        inputs.packed_ptr,
+        num_own,
+        num_rows,
+        inputs.lower_bound,
+        HK=call.key_heads,
+        **call.sizes,
+        PK=padded(call.key_width),
+        PV=padded(call.value_width),
+        GATE_FORM=inputs.gate_form,
+        HAS_BIAS=activated and inputs.dt_bias is not None,
+        HAS_HALO=call.has_halo,
+        L2NORM=inputs.use_qk_l2norm,
+        BETA_SIGMOID=inputs.use_beta_sigmoid,
+        **options,
+    )
+    if activated and inputs.A_log is not None:
+        grads["A_log"].copy_(part_a_log.sum(0))
+        if inputs.dt_bias is not None:
+            grads["dt_bias"].copy_(part_dt_bias.sum(0))
+
+
+def source_gradient(call: Call, grads: dict[str, Tensor], grad_sources: Tensor) -> None:
+    """Gradients of the external states from those of the sequences that read them."""
+    inputs = call.inputs
+    if inputs.external_states is None:
+        return
+    block = min(32, padded(call.value_width))
+    programs = call.num_external * call.heads * triton.cdiv(call.value_width, block)
+    _rows._source_gradient_kernel[(programs,)](
+        grad_sources,
+        inputs.reader_ptr,
+        inputs.reader,
+        grads["external_states"],
+        **call.sizes,
+        BV=block,
+        PK=padded(call.key_width),
+    )
