@@ -132,4 +132,4 @@ def check_plan(
 def refuse_tangents(*tensors: Tensor | None) -> None:
     """Custom operators drop the tangents of forward-mode differentiation silently."""
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise RuntimeError("packed_kda has no forward-mode derivative: use reverse mode")
+        raise NotImplementedError("packed_kda has no forward-mode derivative: use reverse mode")

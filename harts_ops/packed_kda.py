@@ -339,6 +339,14 @@ def _refuse(ctx, *grads):
 packed_kda_backward_op.register_autograd(_refuse)
 
 
+def _refuse_vmap(info, in_dims, *args):
+    raise RuntimeError("packed_kda has no vmap rule: put the rows of all trees into one call")
+
+
+for _op in (packed_kda_op, packed_kda_backward_op):
+    _op.register_vmap(_refuse_vmap)
+
+
 @register_flop_formula(torch.ops.harts.packed_kda)
 def _forward_flops(*shapes, out_shape=None, **_) -> int:
     """Scores, inverse, w and u in a chunk; ``w S``, ``k^T delta`` and ``q S`` with its state."""

@@ -273,6 +273,17 @@ def test_bf16_inputs_accumulate_in_fp32(gate_form):
         assert error <= 2 * (allowed + eps * true.abs().max())
 
 
+def test_strided_inputs_are_the_same_as_contiguous_ones():
+    inputs, plan = tree_case(4)
+    options = ACTIVATED | {"gate_form": "lower_bound", "chunk_size": 4}
+    strided = {
+        n: x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
+        for n, x in inputs.items()
+    }
+    pairs = zip(*(run(packed_kda, x, plan, **options) for x in (inputs, strided)), strict=True)
+    assert all(torch.equal(x, y) for x, y in pairs)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_reruns_are_bitwise_equal(dtype):
     inputs, plan = tree_case(16, dtype=dtype)
