@@ -2,16 +2,19 @@
 
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
+from planner.cost import plan_metrics
 from planner.forest import checked_trajectories
 from planner.layout import plan_microbatch, plan_window, step_layouts
+from planner.partition import members_of, partition
+from planner.placement import Placement, Prefixes, cached_depth, place
 from planner.plan import (
     Cache,
     CostConfig,
     Exports,
+    InterfaceConfig,
     Layout,
     Microbatch,
     PlannerConfig,
@@ -24,12 +27,13 @@ from planner.plan import (
     WindowLayouts,
     check_plan,
 )
-from planner.prefix import compact_size, sort_with_lcp
+from planner.prefix import SortedBatch, sort_batch
 
 __all__ = [
     "Cache",
     "CostConfig",
     "Exports",
+    "InterfaceConfig",
     "Layout",
     "Microbatch",
     "PlannerConfig",
@@ -48,76 +52,81 @@ __all__ = [
 ]
 
 
-def make_plan(trajectories: Sequence[np.ndarray], config: PlannerConfig) -> StepPlan:
-    """Decide where every trajectory of an optimizer step runs.
+def make_plan(
+    trajectories: Sequence[np.ndarray],
+    config: PlannerConfig,
+    *,
+    coupling: Sequence[int] | np.ndarray | None = None,
+) -> StepPlan:
+    """Decide where every trajectory of an optimizer step runs (paper 3.2).
 
-    Heuristic: fills capacity in lexicographic order, splits until the replicas have equally many
-    microbatches, and gives the heavier of a slot to the replica with less so far.
+    Heuristic and deterministic: equal input gives an equal plan, and another input order gives the
+    same plan with other ids. Work is bounded by a count of evaluations.
 
     Args:
         trajectories: 1-D integer arrays of token ids, in any order.
+        coupling: A key per trajectory; those of one key >= 0 are read together by the objective
+            and stay in one microbatch where they fit one.
     Raises:
         ValueError: Bad trajectories, fewer trajectories than replicas, one longer than the
             capacity, or no equal number of microbatches exists.
     """
     began = time.perf_counter()
     members = checked_trajectories(trajectories)
-    length = np.array([len(x) for x in members], np.int64)
+    _check_sizes(members, config)
+    keys = None if coupling is None else _checked_coupling(coupling, len(members))
+    batch = sort_batch(
+        members, capacity=config.capacity, coupling=keys, shared=config.share != "none"
+    )
+    sorted_after = time.perf_counter() - began
+    groups = partition(batch, dp=config.dp, capacity=config.capacity)
+    placement = place(batch, groups, config)
+    replicas, windows = _name_ids(batch, placement, config)
+    metrics = plan_metrics(batch, placement, cached_depth(batch, placement), config)
+    metrics["sort_s"] = sorted_after
+    metrics["plan_s"] = time.perf_counter() - began
+    return StepPlan(config=config, replicas=replicas, windows=windows, metrics=metrics)
+
+
+def _check_sizes(members: Sequence[np.ndarray], config: PlannerConfig) -> None:
     if len(members) < config.dp:
         raise ValueError(f"{config.dp} replicas need a trajectory each, got {len(members)}")
-    for i in np.flatnonzero(length > config.capacity)[:1]:
+    for i, tokens in enumerate(members):
+        if len(tokens) > config.capacity:
+            raise ValueError(
+                f"trajectory {i} has {len(tokens)} tokens, more than the capacity {config.capacity}"
+            )
+
+
+def _checked_coupling(coupling: Sequence[int] | np.ndarray, count: int) -> np.ndarray:
+    keys = np.asarray(coupling)
+    if keys.shape != (count,) or keys.dtype.kind not in "iu":
         raise ValueError(
-            f"trajectory {i} has {length[i]} tokens, more than the capacity {config.capacity}"
+            f"coupling needs an integer key for each of {count} trajectories, "
+            f"got {keys.dtype} of shape {keys.shape}"
         )
-    order, lcp = sort_with_lcp(members)
-    if config.share == "none":
-        lcp = np.zeros_like(lcp)
-    size = length[order]
-    cuts = _fill(size, lcp, config)
-    work = [compact_size(size[a:b], lcp[a:b]) for a, b in pairwise(cuts)]
-    replicas: list[list[Microbatch]] = [[] for _ in range(config.dp)]
-    total = [0] * config.dp
-    heaviest = sorted(range(len(work)), key=lambda group: (-work[group], group))
-    for slot in range(0, len(work), config.dp):
-        lightest = sorted(range(config.dp), key=lambda replica: (total[replica], replica))
-        for group, replica in zip(heaviest[slot : slot + config.dp], lightest, strict=True):
-            ids = np.sort(order[cuts[group] : cuts[group + 1]])
-            replicas[replica].append(Microbatch(trajectories=ids))
-            total[replica] += work[group]
-    slots = len(work) // config.dp
-    unique = compact_size(size, lcp)
-    return StepPlan(
-        config=config,
-        replicas=tuple(tuple(microbatches) for microbatches in replicas),
-        windows=tuple(
-            Window(first=slot, last=slot + 1, producers=(None,) * config.dp)
-            for slot in range(slots)
-        ),
-        metrics={
-            "compression_layout": float(size.sum() / sum(work)),
-            "compression_decoder": float(size.sum() / sum(work)),
-            "bound": float(size.sum() / unique),
-            "step_total_min": float(np.mean(total) / max(total)),
-            "slots": float(slots),
-            "plan_s": time.perf_counter() - began,
-        },
+    return keys.astype(np.int64)
+
+
+def _name_ids(
+    batch: SortedBatch, placement: Placement, config: PlannerConfig
+) -> tuple[tuple[tuple[Microbatch, ...], ...], tuple[Window, ...]]:
+    """Turn sorted places into input indices."""
+    slots = len(placement.replica) // config.dp
+    grid: list[list[Microbatch]] = [[] for _ in range(config.dp)]
+    consumers = members_of(placement.group, len(placement.replica))
+    for k in np.lexsort((placement.slot, placement.replica)):
+        ids = np.sort(batch.order[consumers[k]])
+        grid[placement.replica[k]].append(Microbatch(trajectories=ids))
+    assert all(len(row) == slots for row in grid)
+
+    def producer(prefixes: Prefixes | None) -> Producer | None:
+        if prefixes is None:
+            return None
+        return Producer(trajectory=batch.order[prefixes.place], prefix_length=prefixes.length)
+
+    windows = tuple(
+        Window(first=int(first), last=int(last), producers=tuple(producer(one) for one in row))
+        for (first, last), row in zip(placement.windows, placement.producers, strict=True)
     )
-
-
-def _fill(size: np.ndarray, lcp: np.ndarray, config: PlannerConfig) -> list[int]:
-    """Return the edges of contiguous groups in sorted order, a multiple of ``dp`` of them."""
-    cuts, rows = [0], 0
-    for i, (length, shared) in enumerate(zip(size.tolist(), lcp.tolist(), strict=True)):
-        rows += length - shared
-        if rows > config.capacity:
-            cuts.append(i)
-            rows = length
-    missing = -len(cuts) % config.dp
-    free = np.setdiff1d(np.arange(1, len(size)), cuts)
-    if len(free) < missing:
-        raise ValueError(
-            f"capacity {config.capacity} needs {len(cuts)} microbatches and {len(size)} "
-            f"trajectories do not make {len(cuts) + missing}, a multiple of {config.dp} replicas"
-        )
-    cheapest = free[np.argsort(lcp[free], kind="stable")[:missing]]
-    return [*sorted([*cuts, *cheapest.tolist()]), len(size)]
+    return tuple(tuple(row) for row in grid), windows

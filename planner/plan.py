@@ -25,19 +25,59 @@ class SearchConfig:
 
     max_window: int | None = None  # most slots of a window; None: as many as capacity allows
     live_producers: int = 2  # producers retained at once on a replica
-    evaluations: int = 20_000  # exchanges tried in a step
-    exchange_slack: float = 0.03  # growth over the starting tokens an exchange may cause
+    evaluations: int = 64  # exchanges tried, per trajectory of the step
+    exchange_slack: float = 0.03  # growth over the starting rows that exchanges may cause
+    balance: Literal["rows", "cost"] = "rows"  # what exchanges even out over the replicas
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_window", "live_producers"):
+            if (value := getattr(self, name)) is not None:
+                _require_positive(name, value)
+        if self.evaluations < 0 or self.exchange_slack < 0:
+            raise ValueError(
+                "evaluations and exchange_slack must not be negative, got "
+                f"{self.evaluations} and {self.exchange_slack}"
+            )
+        if self.balance not in ("rows", "cost"):
+            raise ValueError(f"balance must be rows or cost, got {self.balance!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostConfig:
-    """Cost of a decoder pass: ``row`` per computed row, ``pair`` per query-key pair."""
+    """Cost of a step, in any unit of time; the defaults are ling3_tiny's, in forward rows."""
 
-    forward_row: float = 1.0
-    forward_pair: float = 1.0 / 29_000
+    forward_row: float = 1.0  # a row through the decoder without full attention
+    forward_pair: float = 1.0 / 29_000  # a query-key pair of full attention
     backward_row: float = 2.0
     backward_pair: float = 2.0 / 29_000
+    replay_row: float = 0.05  # a row replayed by linear attention, forward and backward
+    head_row: float = 0.7  # a row of the LM head, forward and backward
+    step: float = 0.0  # optimizer and whatever else does not depend on the rollouts
+
+    def __post_init__(self) -> None:
+        values = [getattr(self, name) for name in self.__dataclass_fields__]
+        if min(values) < 0 or self.forward_row + self.backward_row <= 0:
+            raise ValueError(f"costs must not be negative, and rows must cost, got {values}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterfaceConfig:
+    """What a producer keeps for its consumers, all layers together, and how much may be kept.
+
+    The defaults are ling3_tiny's: latent keys, router logits and final hidden states of a row, and
+    fp32 states of 18 KDA layers.
+    """
+
+    rows: int | None = None  # most rows of a producer; None: the capacity
+    bytes: int | None = None  # most bytes of all live producers; None: no limit
+    row_bytes: int = 21_760
+    state_bytes: int = 18_874_368  # of one boundary state
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "bytes", "row_bytes", "state_bytes"):
+            if (value := getattr(self, name)) is not None:
+                _require_positive(name, value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +97,7 @@ class PlannerConfig:
     conv_width: int = 4  # taps of the short convolution, the row itself included
     search: SearchConfig = field(default_factory=SearchConfig)
     cost: CostConfig = field(default_factory=CostConfig)
+    interface: InterfaceConfig = field(default_factory=InterfaceConfig)
 
     def __post_init__(self) -> None:
         for name in ("dp", "capacity", "chunk_size", "align", "conv_width"):

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from planner.kernels import Spans
 
 _FIRST_BLOCK = 128  # tokens compared at first; deeper comparisons take larger blocks
 _BLOCK_GROWTH = 4
@@ -157,3 +162,61 @@ def covered_depth(lcp: np.ndarray, prefix: np.ndarray) -> np.ndarray:
     for i in range(len(depth) - 1, 0, -1):
         depth[i - 1] = max(depth[i - 1], min(shared[i], depth[i]))
     return np.array(depth, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SortedBatch:
+    """Trajectories of a step in lexicographic order, without their tokens."""
+
+    order: np.ndarray  # [N] input index of each sorted trajectory
+    length: np.ndarray  # [N] tokens
+    lcp: np.ndarray  # [N] tokens shared with the trajectory before; 0 for the first
+    item: np.ndarray  # [N] what must stay in one microbatch, numbered by first member
+    spans: Spans  # the prefix tree, cut at every fork and every end
+
+    @property
+    def num_trajectories(self) -> int:
+        """N."""
+        return len(self.order)
+
+    def rows(self, places: np.ndarray) -> int:
+        """Return the compact rows of a microbatch of sorted trajectories (ascending places)."""
+        return compact_size(self.length[places], select_lcp(self.lcp, places))
+
+
+def sort_batch(
+    trajectories: Sequence[np.ndarray],
+    *,
+    capacity: int,
+    coupling: np.ndarray | None = None,
+    shared: bool = True,
+) -> SortedBatch:
+    """Sort a step's trajectories and merge their prefixes.
+
+    Args:
+        trajectories: 1-D integer arrays of token ids.
+        capacity: Coupled trajectories stay together where they have at most this many rows.
+        coupling: int ``[N]``; trajectories of one key >= 0 are read together by the objective.
+        shared: False gives every trajectory a tree of its own.
+    """
+    from planner.kernels import merge_prefixes
+
+    order, lcp = sort_with_lcp(trajectories)
+    if not shared:
+        lcp = np.zeros_like(lcp)
+    length = np.fromiter(map(len, trajectories), np.int64, len(trajectories))[order]
+    item = np.arange(len(order))
+    if coupling is not None:
+        item = _couple(coupling[order], length, lcp, capacity)
+    spans = merge_prefixes(length, lcp)
+    return SortedBatch(order=order, length=length, lcp=lcp, item=item, spans=spans)
+
+
+def _couple(key: np.ndarray, length: np.ndarray, lcp: np.ndarray, capacity: int) -> np.ndarray:
+    """Number what stays together; keys whose trajectories fit no microbatch are let go."""
+    first = np.arange(len(key))
+    for value in np.unique(key[key >= 0]):
+        places = np.flatnonzero(key == value)
+        if compact_size(length[places], select_lcp(lcp, places)) <= capacity:
+            first[places] = places[0]
+    return np.unique(first, return_inverse=True)[1]

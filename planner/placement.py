@@ -1,0 +1,374 @@
+"""Level 2: microbatches to replicas, slots, sharing windows and producers (paper 3.2, A.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost import row_loads
+from planner.partition import Partition, assign_slots, members_of
+from planner.plan import PlannerConfig
+from planner.prefix import SortedBatch, covered_depth, select_lcp
+
+if TYPE_CHECKING:
+    from planner.exchange import Consumers, Goal, Items
+    from planner.kernels import Spans
+
+IntArray = NDArray[np.int64]
+
+# How much an exchange must gain for each row it adds; whole consumers tear trees more cheaply.
+_GROWTH_PRICE = 15
+_CONSUMER_SHARE = 0.3  # evaluations spent on whole consumers, per evaluation spent on trajectories
+_ENOUGH = 0.002  # imbalance, as a share of a replica's work, at which the search stops
+_LARGEST_TABLE = 32_000_000  # spans times consumers that are searched at once
+_TRIMS = 32  # producer leaves capped in a window to shorten it
+_MORE_WINDOWS = 6  # window counts tried beyond the fewest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefixes:
+    """The forest one producer runs."""
+
+    place: IntArray  # [m] sorted trajectories, ascending
+    length: IntArray  # [m] leading tokens of each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where consumers and producers run; consumers are numbered in any order."""
+
+    group: IntArray  # [N] consumer of each sorted trajectory
+    replica: IntArray  # [K] replica of each consumer
+    slot: IntArray  # [K]
+    windows: IntArray  # [W, 2] slots first..last (exclusive)
+    producers: tuple[tuple[Prefixes | None, ...], ...]  # [W][dp]
+    shape: IntArray  # [K + W * dp, 4] rounds, levels, segments, replay rows of every pass
+
+
+def place(batch: SortedBatch, groups: Partition, config: PlannerConfig) -> Placement:
+    """Place microbatches, choose windows and producers, and exchange trajectories.
+
+    Heuristic; the number of consumers does not change. Large batches are searched in runs of
+    consecutive microbatches, so that time and memory grow linearly with the batch.
+    """
+    slots = groups.num_groups // config.dp
+    if config.share != "windows" or (slots == 1 and config.dp == 1):
+        return _place_without_producers(batch, groups, config)
+    blocks = _cut_blocks(batch, groups, config)
+    return _assemble(batch, [_place_block(batch, block, config) for block in blocks], config)
+
+
+def _place_without_producers(
+    batch: SortedBatch, groups: Partition, config: PlannerConfig
+) -> Placement:
+    replica, slot = assign_slots(groups.work, config.dp)
+    slots = groups.num_groups // config.dp
+    windows = np.stack([np.arange(slots), np.arange(1, slots + 1)], axis=1)
+    return Placement(
+        group=groups.group,
+        replica=replica,
+        slot=slot,
+        windows=windows,
+        producers=((None,) * config.dp,) * slots,
+        shape=np.zeros((0, 4), np.int64),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """Consecutive microbatches that are searched together."""
+
+    place: IntArray  # [n] sorted trajectories of the batch, ascending
+    length: IntArray  # [n]
+    spans: Spans  # of these trajectories
+    item: IntArray  # [n] numbered from 0
+    group: IntArray  # [n] microbatch, 0 .. K - 1
+    num_groups: int
+
+
+def _cut_blocks(batch: SortedBatch, groups: Partition, config: PlannerConfig) -> list[_Block]:
+    from planner.kernels import merge_prefixes
+
+    count = groups.num_groups
+    spans = len(batch.spans.parent)
+    pieces = 1
+    while spans // pieces * (count // pieces) > _LARGEST_TABLE and count // pieces > config.dp:
+        pieces += 1
+    if pieces == 1:
+        whole = _Block(
+            place=np.arange(batch.num_trajectories),
+            length=batch.length,
+            spans=batch.spans,
+            item=batch.item,
+            group=groups.group,
+            num_groups=count,
+        )
+        return [whole]
+    slots = count // config.dp
+    edges = config.dp * (np.arange(pieces + 1) * slots // pieces)
+    blocks = []
+    for first, last in pairwise(edges):
+        places = np.flatnonzero((groups.group >= first) & (groups.group < last))
+        length = batch.length[places]
+        blocks.append(
+            _Block(
+                place=places,
+                length=length,
+                spans=merge_prefixes(length, select_lcp(batch.lcp, places)),
+                item=np.unique(batch.item[places], return_inverse=True)[1],
+                group=groups.group[places] - first,
+                num_groups=int(last - first),
+            )
+        )
+    return blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Searched:
+    """A block after the search."""
+
+    block: _Block
+    items: Items
+    group: IntArray  # [n]
+    state: Consumers
+    shape: IntArray  # [K + C, 4]
+
+
+def _place_block(batch: SortedBatch, block: _Block, config: PlannerConfig) -> _Searched:
+    from planner.depths import describe_passes
+    from planner.exchange import Items, exchange_consumers, exchange_items
+
+    order = np.argsort(block.item, kind="stable")
+    ptr = np.searchsorted(block.item[order], np.arange(block.item.max() + 2))
+    items = Items(ptr=ptr, member=order)
+    group = block.group[order[ptr[:-1]]].copy()
+    state = _start(block, items, group, config)
+    goal = _goal(state, config)
+    tries = config.search.evaluations * len(block.place)
+    limit = _producer_rows(config)
+    seed = (config.search.seed * 7919 + 777) & 0x7FFFFFFF
+    if len(state.window) > 1:
+        exchange_consumers(state, goal, limit, int(tries * _CONSUMER_SHARE), seed)
+    _fit(state, block, config)
+    enough = int(state.work[:, goal.key].sum() / config.dp * _ENOUGH)
+    limits = np.full(len(state.window), limit)
+    exchange_items(state, goal, items, group, config.capacity, limits, tries, seed + 1, enough)
+    _adjust_depths(state, block, goal)
+    _fit(state, block, config)
+    spans = block.spans
+    shape = describe_passes(state, spans.start, spans.end, config.chunk_size)
+    return _Searched(block=block, items=items, group=group[block.item], state=state, shape=shape)
+
+
+def _start(block: _Block, items: Items, group: IntArray, config: PlannerConfig) -> Consumers:
+    """Return consumers in cells, with the number of windows that promises the least work."""
+    slots = block.num_groups // config.dp
+    longest = config.search.max_window or slots
+    fewest = -(-slots // longest)
+    limit = _producer_rows(config)
+    best: tuple[int, Consumers] | None = None
+    for count in range(fewest, min(slots, fewest + _MORE_WINDOWS) + 1):
+        state = _lay_out(block, items, group, count, config)
+        over = np.maximum(state.producer[:, 0] - limit, 0).sum()
+        score = int(state.work[:, 0].sum() + over)
+        if best is None or score < best[0]:
+            best = score, state
+        if over == 0:
+            break
+    assert best is not None
+    return best[1]
+
+
+def _lay_out(
+    block: _Block, items: Items, group: IntArray, num_windows: int, config: PlannerConfig
+) -> Consumers:
+    """Cut microbatches in sorted order into cells; cells of like union form a window."""
+    from planner.exchange import Consumers, fill
+
+    slots, dp = block.num_groups // config.dp, config.dp
+    size = np.full(num_windows, slots // num_windows)
+    size[: slots % num_windows] += 1
+    width = np.repeat(size, dp)
+    cells, consumers, spans = len(width), block.num_groups, len(block.spans.parent)
+    cell = np.repeat(np.arange(cells), width)
+    rank = np.zeros((cells, int(size.max())), np.int64)
+    edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(width)])
+    for c in range(cells):
+        rank[c, : width[c]] = np.arange(edges[c], edges[c + 1])
+    load = row_loads(block.spans, config.cost)
+    state = Consumers(
+        parent=block.spans.parent,
+        leaf=block.spans.leaf,
+        load=load,
+        capped=np.zeros((spans, cells), np.uint8),
+        window=np.zeros(cells, np.int64),
+        width=width,
+        cell=cell,
+        rank=rank,
+        count=np.zeros((spans, consumers), np.int32),
+        holders=np.zeros((spans, cells), np.int16),
+        holder_xor=np.zeros((spans, cells), np.int32),
+        complete=np.zeros(consumers, np.int64),
+        residual=np.zeros((consumers, load.shape[1]), np.int64),
+        producer=np.zeros((cells, load.shape[1]), np.int64),
+        work=np.zeros((cells, load.shape[1]), np.int64),
+    )
+    fill(state, items, group)
+    by_work = np.lexsort((np.arange(cells), -state.work[:, 0], -width))
+    state.window[by_work] = np.arange(cells) // dp
+    return state
+
+
+def _goal(state: Consumers, config: PlannerConfig) -> Goal:
+    from planner.exchange import Goal
+
+    key = 0 if config.search.balance == "rows" else 1
+    weight = np.zeros(state.load.shape[1], np.int64)
+    weight[key] = 1
+    mean = int(state.work[:, key].sum()) // len(state.window)
+    return Goal(
+        load=weight,
+        producer=1,
+        work=1,
+        growth=_GROWTH_PRICE,
+        key=key,
+        scale=max(1, mean // 640),
+        most_work=int(state.work[:, 0].sum() * (1 + config.search.exchange_slack)),
+        windows=int(state.window.max()) + 1,
+    )
+
+
+def _producer_rows(config: PlannerConfig) -> int:
+    """Most rows of a producer, before its boundary states are counted."""
+    interface = config.interface
+    rows = config.capacity if interface.rows is None else min(config.capacity, interface.rows)
+    if interface.bytes is None:
+        return rows
+    return min(rows, interface.bytes // config.search.live_producers // max(1, interface.row_bytes))
+
+
+def producer_bytes(rows: IntArray, states: IntArray, config: PlannerConfig) -> IntArray:
+    """Return what each producer keeps for its consumers: rows and boundary states of all layers."""
+    return rows * config.interface.row_bytes + states * config.interface.state_bytes
+
+
+def _count_states(state: Consumers, block: _Block, chunk: int) -> IntArray:
+    from planner.depths import boundary_states
+
+    asked = boundary_states(state, block.spans.start, chunk)
+    return np.bincount(np.unique(asked, axis=0)[:, 0], minlength=len(state.window))
+
+
+def _fit(state: Consumers, block: _Block, config: PlannerConfig) -> None:
+    """Cap producers until rows and interface bytes fit."""
+    from planner.depths import fit_producer
+
+    limit = _producer_rows(config)
+    for cell in range(len(state.window)):
+        fit_producer(state, cell, limit, block.spans.below)
+    if config.interface.bytes is None:
+        return
+    most = config.interface.bytes // config.search.live_producers
+    while True:
+        states = _count_states(state, block, config.chunk_size)
+        size = producer_bytes(state.producer[:, 0], states, config)
+        over = np.flatnonzero(size > most)
+        if not len(over):
+            return
+        for cell in over:
+            # A leaf at a time frees rows and the states below it.
+            fit_producer(state, cell, int(state.producer[cell, 0]) - 1, block.spans.below)
+
+
+def _adjust_depths(state: Consumers, block: _Block, goal: Goal) -> None:
+    from planner.depths import raise_threshold, trim_largest_producer
+
+    for window in range(int(state.window.max()) + 1):
+        raise_threshold(state, window, goal.key, block.spans.below)
+        for _ in range(_TRIMS):
+            if not trim_largest_producer(state, window, goal.key, block.spans.below):
+                break
+
+
+def _assemble(batch: SortedBatch, searched: list[_Searched], config: PlannerConfig) -> Placement:
+    """Give cells to replicas, the heavier to the one with less so far, and name the producers."""
+    group = np.zeros(batch.num_trajectories, np.int64)
+    replica: list[IntArray] = []
+    slot: list[IntArray] = []
+    windows: list[tuple[int, int]] = []
+    producers: list[tuple[Prefixes | None, ...]] = []
+    passes: list[IntArray] = []
+    producer_passes: list[IntArray] = []
+    total = np.zeros(config.dp, np.int64)
+    first_slot = first_consumer = 0
+    for one in searched:
+        state, key = one.state, 0 if config.search.balance == "rows" else 1
+        group[one.block.place] = one.group + first_consumer
+        first_consumer += len(state.cell)
+        of_cell = np.zeros(len(state.window), np.int64)
+        first_of = np.zeros(int(state.window.max()) + 1, np.int64)
+        for window in range(len(first_of)):
+            cells = np.flatnonzero(state.window == window)
+            heavy = cells[np.argsort(-state.work[cells, key], kind="stable")]
+            of_cell[heavy] = np.argsort(total, kind="stable")
+            total[of_cell[cells]] += state.work[cells, key]
+            first_of[window] = first_slot
+            windows.append((first_slot, first_slot + int(state.width[cells[0]])))
+            first_slot = windows[-1][1]
+            cells = cells[np.argsort(of_cell[cells], kind="stable")]
+            producers.append(tuple(_prefixes(one, int(c), batch) for c in cells))
+            producer_passes.append(one.shape[len(state.cell) + cells])
+        at = np.zeros(len(state.cell), np.int64)
+        for cell, width in enumerate(state.width):
+            at[state.rank[cell, :width]] = first_of[state.window[cell]] + np.arange(width)
+        replica.append(of_cell[state.cell])
+        slot.append(at)
+        passes.append(one.shape[: len(state.cell)])
+    return Placement(
+        group=group,
+        replica=np.concatenate(replica),
+        slot=np.concatenate(slot),
+        windows=np.array(windows, np.int64),
+        producers=tuple(producers),
+        shape=np.concatenate(passes + producer_passes),
+    )
+
+
+def _prefixes(searched: _Searched, cell: int, batch: SortedBatch) -> Prefixes | None:
+    """Return the deepest prefixes of a cell's producer, each by one of the cell's trajectories."""
+    state, spans = searched.state, searched.block.spans
+    held = (state.holders[:, cell] > 1) & (state.capped[:, cell] == 0)
+    leaf = held.copy()
+    above = spans.parent[held]
+    leaf[above[above >= 0]] = False
+    ends = np.flatnonzero(leaf)
+    if not len(ends):
+        return None
+    members = np.flatnonzero(state.cell[searched.group] == cell)
+    witness = members[np.searchsorted(members, spans.first[ends])]
+    return Prefixes(place=searched.block.place[witness], length=spans.end[ends])
+
+
+def cached_depth(batch: SortedBatch, placement: Placement) -> IntArray:
+    """Return the leading tokens of each sorted trajectory that its producer holds."""
+    depth = np.zeros(batch.num_trajectories, np.int64)
+    for (first, last), row in zip(placement.windows, placement.producers, strict=True):
+        inside = (placement.slot >= first) & (placement.slot < last)
+        for replica, prefixes in enumerate(row):
+            if prefixes is None:
+                continue
+            mine = inside & (placement.replica == replica)
+            places = np.flatnonzero(mine[placement.group])
+            length = np.zeros(len(places), np.int64)
+            length[np.searchsorted(places, prefixes.place)] = prefixes.length
+            depth[places] = covered_depth(select_lcp(batch.lcp, places), length)
+    return depth
+
+
+def consumers_of(placement: Placement) -> list[IntArray]:
+    """Return the sorted trajectories of each consumer."""
+    return members_of(placement.group, len(placement.replica))
