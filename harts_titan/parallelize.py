@@ -47,6 +47,8 @@ def prepare_compile() -> None:
     """Set what one graph for all plans needs; call it before compiling a model or its blocks."""
     # Sizes that happen to be equal in the first plan must not be taken for the same size.
     torch.fx.experimental._config.use_duck_shape = False
+    # A graph per kind of block, with and without gradients, exceeds the default of 8.
+    torch._dynamo.config.recompile_limit = 64
 
 
 def parallelize_harts(

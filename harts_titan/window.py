@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from harts_titan.batch import MicrobatchInput, StepBatch, WindowBatch
 from harts_titan.data import StepTargets
 from harts_titan.loss import Couples, Objective
-from harts_titan.model import HartsModel, ModelOutput
+from harts_titan.model import HartsModel, ModelInterface, ModelOutput
 from harts_titan.moe import BalanceScope
 
 Consume = Callable[[MicrobatchInput, ModelOutput], Tensor | None]
@@ -94,25 +94,40 @@ def run_window(
         entropy: Whether outputs need entropies.
     """
     device = next(model.parameters()).device
-    interface = model.empty_interface()
+    # Rows without a producer read leaves too: one compiled graph then serves all rows.
+    interface, leaves = _detached(model.empty_interface())
     produced: list[Tensor] = []
-    leaves: list[Tensor] = []
     if window.producer is not None:
         producer = window.producer.to(device)
         output = model(producer.token, producer, interface, producer=True)
-        produced, structure = pytree.tree_flatten(output.interface)
-        leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in produced]
-        interface = pytree.tree_unflatten(leaves, structure)
+        produced = pytree.tree_leaves(output.interface)
+        interface, leaves = _detached(output.interface)
         del output
     for consumer in window.consumers:
         inputs = consumer.to(device)
         loss = consume(inputs, model(inputs.token, inputs, interface, entropy=entropy))
         if loss is not None and loss.requires_grad:
             loss.backward()
-    reached = [pair for pair in zip(produced, leaves, strict=True) if pair[1].grad is not None]
+    if not produced:
+        return
+    reached = [
+        (root, leaf)
+        for root, leaf in zip(produced, leaves, strict=True)
+        if root.requires_grad and leaf.grad is not None
+    ]
     if reached:
         roots = [root for root, _ in reached]
         torch.autograd.backward(roots, [leaf.grad for _, leaf in reached])
+
+
+def _detached(interface: ModelInterface) -> tuple[ModelInterface, list[Tensor]]:
+    """Return the interface on leaves of its own, and those leaves."""
+    tensors, structure = pytree.tree_flatten(interface)
+    leaves = [
+        tensor.detach().requires_grad_(tensor.is_floating_point() and torch.is_grad_enabled())
+        for tensor in tensors
+    ]
+    return pytree.tree_unflatten(leaves, structure), leaves
 
 
 def run_step(
