@@ -1,0 +1,213 @@
+"""Runs through torchtitan's Trainer, the expert bias, and the metrics."""
+
+import gc
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed as dist
+from torchtitan.components.optimizer import default_adamw
+from torchtitan.distributed.activation_checkpoint import FullAC
+
+from harts_titan import decoder_config
+from harts_titan.batch import step_batch
+from harts_titan.config_registry import harts_debug
+from harts_titan.data import StepTargets
+from harts_titan.loss import SupervisedFineTuning
+from harts_titan.parallelize import HartsSelectiveAC
+from harts_titan.train import set_launcher_environment
+from harts_titan.trainer import (
+    HartsMetrics,
+    HartsTrainer,
+    build_expert_bias_update,
+    layout_metrics,
+    tree_levels,
+)
+from harts_titan.window import RouterConfig, run_step
+from planner import PlannerConfig, make_plan
+from planner.rollouts import Rollouts
+from tests.titan.small_models import LING, random_masks, random_model
+from tests.trees import random_trajectories
+
+ONE_REPLICA: Any = SimpleNamespace(dp_enabled=False)
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One process of a run: the launcher's environment, and everything torchtitan leaves behind."""
+    before = dict(os.environ)
+    set_launcher_environment(os.environ)
+    monkeypatch.setattr("torchtitan.trainer.time.sleep", lambda seconds: None)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.enable()
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+
+
+def small_config(tmp_path: Any, share: str = "tree", steps: int = 3) -> HartsTrainer.Config:
+    config = harts_debug()
+    assert config.model_spec is not None
+    numbers = replace(LING, chunk_size=64, vocab_size=61)
+    config.model_spec = replace(config.model_spec, model=decoder_config(numbers))
+    config.tokenizer.vocab_size = 61  # type: ignore[attr-defined]
+    config.dump_folder = str(tmp_path)
+    config.debug.enable_structured_logging = False
+    config.training.steps = steps
+    config.lr_scheduler.warmup_steps = 0
+    trees = config.dataloader.synthetic
+    trees.prompts, trees.branches, trees.turns = 2, 2, 3
+    trees.prompt_length, trees.turn_length = 40, 16
+    config.dataloader.planner = PlannerConfig(capacity=256, share=share)  # type: ignore[arg-type]
+    return config
+
+
+def train(config: HartsTrainer.Config) -> list[dict[str, float]]:
+    """Train, and return what each step logged."""
+    trainer = config.build()
+    logged: list[dict[str, float]] = []
+    trainer.metrics_processor.logger = SimpleNamespace(
+        log=lambda metrics, step: logged.append(metrics), close=lambda: None
+    )
+    trainer.train()
+    trainer.close()
+    dist.destroy_process_group()
+    return logged
+
+
+def test_sharing_changes_no_loss_and_runs_fewer_rows(
+    process: None, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        tree = train(small_config(tmp_path))
+    assert "times fewer; replay" in caplog.text
+    expanded = train(small_config(tmp_path, share="none"))
+    for a, b in zip(tree, expanded, strict=True):
+        for name in ("loss_metrics/global_avg_loss", "grad_norm", "policy/behaviour_gap"):
+            assert a[name] == pytest.approx(b[name], rel=2e-4, abs=2e-5), name
+        assert a["experts/max_over_mean_load"] == b["experts/max_over_mean_load"]
+        assert b["sharing/compression"] == 1 < 1.5 < a["sharing/compression"]
+        assert a["sharing/positions"] == b["sharing/rows"] > a["sharing/rows"]
+        assert a["n_tokens_seen"] == b["n_tokens_seen"]
+        assert a["sharing/replay(%)"] > 0 and b["sharing/rounds"] == 1
+        assert a["sharing/levels"] > 1
+
+
+@pytest.mark.parametrize("policy", [FullAC.Config, HartsSelectiveAC.Config])
+def test_recomputation_trains_the_same(process: None, tmp_path: Any, policy: Any) -> None:
+    want = train(small_config(tmp_path))
+    config = small_config(tmp_path)
+    config.activation_checkpoint = policy()
+    got = train(config)
+    for a, b in zip(got, want, strict=True):
+        for name in ("loss_metrics/global_avg_loss", "grad_norm", "experts/max_over_mean_load"):
+            assert a[name] == b[name], name
+
+
+def test_a_file_without_advantages_fine_tunes(process: None, tmp_path: Any) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    rows = '{"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}\n' * 4
+    path.write_text(rows)
+    config = small_config(tmp_path, steps=100)
+    config.dataloader.dataset_path = str(path)
+    config.dataloader.trajectories_per_step = 2
+    config.loss = SupervisedFineTuning.Config()
+    logged = train(config)
+    assert len(logged) == 2  # the file ends
+    assert logged[0]["loss_metrics/objective"] > 1
+    assert "policy/behaviour_gap" not in logged[0]
+
+
+def test_the_balance_scope_of_the_run_reaches_every_layer(process: None, tmp_path: Any) -> None:
+    config = small_config(tmp_path, steps=1)
+    config.router.balance_scope = "global"
+    config.router.balance_coefficient = 0.0
+    trainer = config.build()
+    scopes = [moe.balance_scope for moe in trainer.model_parts[0].moe_layers()]
+    assert scopes and set(scopes) == {"global"}
+    trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value"),
+    [
+        ("training", "local_batch_size", 8),
+        ("training", "global_batch_size", 16),
+        ("training", "disable_cuda_graphs", False),
+        ("parallelism", "context_parallel_degree", 2),
+    ],
+)
+def test_settings_without_meaning_are_refused(section: str, field: str, value: Any) -> None:
+    config = harts_debug()
+    setattr(getattr(config, section), field, value)
+    with pytest.raises(ValueError, match=rf"{section}\.{field} must be .*, got {value}"):
+        config.build()
+
+
+def make_step(seed: int) -> tuple[Any, StepTargets]:
+    rng = np.random.default_rng(seed)
+    tokens = random_trajectories(rng, num_trajectories=6, max_length=20)
+    rollouts = Rollouts(
+        source="memory", token_ids=tuple(tokens), loss_mask=tuple(random_masks(rng, tokens))
+    )
+    plan = make_plan(tokens, PlannerConfig(chunk_size=4, capacity=64, share="tree"))
+    targets = StepTargets.of(rollouts)
+    step = step_batch(plan, tokens, rollouts.loss_mask, 0, metadata=targets.metadata)
+    return step, targets
+
+
+@pytest.mark.parametrize("subtract_mean", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_expert_bias_moves_by_counts_counted_once(recompute: bool, subtract_mean: bool) -> None:
+    model = random_model()
+    if recompute:
+        FullAC.Config().build(dump_folder="").apply(model)
+    optimizers = default_adamw(lr=0.0).build(model_parts=[model])
+    build_expert_bias_update(
+        optimizers, [model], ONE_REPLICA, rate=0.01, subtract_mean=subtract_mean
+    )
+    before = [moe.expert_bias.clone() for moe in model.moe_layers()]
+    step, targets = make_step(0)
+    sums = run_step(model, step, targets, SupervisedFineTuning.Config().build(), RouterConfig())
+    positions = sum(len(tokens) for tokens in targets.rollouts.token_ids)
+    assert (sums.expert_counts.sum(-1) == 2 * positions).all()
+    optimizers.step()
+    for moe, old, counts in zip(model.moe_layers(), before, sums.expert_counts, strict=True):
+        sign = torch.sign(counts.double().mean() - counts)
+        update = 0.01 * (sign - sign.mean() if subtract_mean else sign)
+        torch.testing.assert_close(moe.expert_bias.double(), (old + update).double())
+        assert moe.expert_counts.sum() == 0
+
+
+def test_layout_metrics_count_rows_rounds_and_levels() -> None:
+    trunk = np.arange(1, 7)
+    tokens = [np.append(trunk, [k] * 5) for k in (10, 11)]
+    tokens += [np.append(tokens[0], [20] * 4), np.append(tokens[0], [21, 22])]
+    masks = [np.zeros(len(ids), bool) for ids in tokens]
+    plan = make_plan(tokens, PlannerConfig(chunk_size=4, capacity=64, share="tree"))
+    metrics = layout_metrics(step_batch(plan, tokens, masks, 0).windows)
+    # One child continues at each fork, so both others start in round 2 and replay 2 and 3 rows.
+    assert metrics == {"rows": 22, "replay_rows": 5, "rounds": 2, "levels": 3}
+
+
+def test_levels_count_forks_on_a_path() -> None:
+    # A root with two children, of which the first runs on past a trajectory's end.
+    assert tree_levels(np.array([-1, 0, 1, 0])) == 2
+    assert tree_levels(np.array([-1, 0, 1, 1, 0])) == 3
+    assert tree_levels(np.array([], np.int64)) == 0
+
+
+def test_metrics_reach_torchtitan(process: None, tmp_path: Any) -> None:
+    config = small_config(tmp_path, steps=1)
+    assert isinstance(config.metrics, HartsMetrics.Config)
+    (logged,) = train(config)
+    assert {"time_metrics/plan(s)", "loss_metrics/z_loss", "sharing/rounds"} <= set(logged)
+    assert "mfu(%)" not in logged  # a CPU has no peak
+    assert logged["throughput(tps)"] > 0
