@@ -12,13 +12,23 @@ import torch
 from torch import Tensor
 from torchtitan.distributed.activation_checkpoint import FullAC
 
+from harts_ops import PACKED_KDA_PLAN, packed_kda
 from harts_titan.batch import StepBatch, step_batch
 from harts_titan.data import StepTargets
 from harts_titan.loss import DirectPreference, FunctionObjective, Objective, PolicyGradient, grpo
 from harts_titan.model import HartsModel
 from harts_titan.parallelize import HartsSelectiveAC, compile_blocks
 from harts_titan.window import RouterConfig, StepSums, run_step, run_window
-from planner import Microbatch, PlannerConfig, Producer, StepPlan, Window
+from planner import (
+    Layout,
+    Microbatch,
+    PlannerConfig,
+    Producer,
+    StepPlan,
+    Window,
+    plan_microbatch,
+    plan_window,
+)
 from planner.rollouts import Rollouts
 from tests.titan.small_models import (
     CHUNK,
@@ -290,6 +300,65 @@ def test_a_window_runs_its_producer_backward_once_and_frees_it(
         assert len(gc.get_objects()) - before < 100
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_kda_of_consumers_is_bitwise_that_of_the_whole_microbatch(
+    dtype: torch.dtype, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    tokens = random_trajectories(rng, num_trajectories=8, max_length=30)
+    members = [tokens[:4], tokens[4:]]
+    prefixes = [random_cached_prefixes(rng, part) for part in members]
+    producer, consumers = plan_window(members, prefixes, chunk_size=CHUNK)
+    assert producer is not None
+    torch.manual_seed(seed)
+    produced = kda_inputs(len(producer.token), dtype)
+    _, states = run_kda(producer, produced)
+    for part, layout in zip(members, consumers, strict=True):
+        whole = plan_microbatch(part, chunk_size=CHUNK)
+        rows = kda_inputs(len(whole.token), dtype)
+        arrays = layout.arrays()
+        assert layout.cache is not None
+        for name, values in rows.items():
+            values[layout.cache.cached_row] = produced[name][layout.cache.producer_row]
+        own = {name: values[arrays["q_row"]] for name, values in rows.items()}
+        halo = {f"halo_{name}": produced[name][arrays["halo_row"]] for name in HALO}
+        external = states[torch.from_numpy(arrays["external_slot"])]
+        out, _ = run_kda(layout, own, external_states=external, **halo)
+        expected, _ = run_kda(whole, rows)
+        count = layout.num_own_rows
+        assert torch.equal(out[:count], expected[layout.cache.own_row])
+
+
+HALO = ("k", "v", "gate", "beta")
+
+
+def kda_inputs(rows: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    heads, dim = 2, 8
+    shapes = dict.fromkeys(("q", "k", "v", "gate"), (rows, heads, dim)) | {"beta": (rows, heads)}
+    return {name: torch.randn(*shape, dtype=dtype) for name, shape in shapes.items()}
+
+
+def run_kda(layout: Layout, inputs: dict[str, Tensor], **more: Tensor) -> tuple[Tensor, Tensor]:
+    arrays = layout.arrays()
+    plan = {
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        for name in PACKED_KDA_PLAN
+        if (value := arrays[name]) is not None
+    }
+    return packed_kda(
+        *(inputs[name] for name in ("q", "k", "v", "gate", "beta")),
+        **plan,
+        **more,
+        A_log=torch.zeros(2, dtype=inputs["q"].dtype),
+        dt_bias=torch.zeros(2, 8, dtype=inputs["q"].dtype),
+        gate_form="lower_bound",
+        use_qk_l2norm=True,
+        use_beta_sigmoid=True,
+        chunk_size=CHUNK,
+    )
 
 
 def test_compiled_blocks_run_windows(shared: tuple[Rollouts, StepPlan]) -> None:
