@@ -38,7 +38,8 @@ class BlockPlan:
     """What a decoder block reads of a layout; names, shapes and meanings are ``Layout.arrays()``'s.
 
     Plain rows, a producer's and a consumer's have the same fields. Every size and integer is at
-    least 2, because torch.compile specialises 0 and 1. Tensors are int32 unless noted.
+    least 2, because torch.compile specialises 0 and 1 (only a microbatch of one row has sizes of
+    1). Tensors are int32 unless noted.
     """
 
     position: Tensor  # [R] of own rows, tokens from the root
@@ -154,7 +155,7 @@ def block_plan(
         attention_blocks: Block sizes of the attention block lists (q and kv forward, q and kv
             backward); the model's configuration names its own.
     """
-    arrays = layout.arrays(attention_blocks=attention_blocks)
+    arrays = _pad_sizes(layout.arrays(attention_blocks=attention_blocks))
     values: dict[str, Any] = {}
     for field in fields(BlockPlan):
         value = arrays[field.name]
@@ -185,8 +186,28 @@ def position_labels(
 
 
 def _pad(values: np.ndarray, fill: int) -> np.ndarray:
-    """Pad to two entries, the fewest that torch.compile treats as any number."""
-    return np.concatenate([values, np.full(max(0, 2 - len(values)), fill, values.dtype)])
+    """Pad every dimension to two entries, the fewest that torch.compile takes for any number."""
+    widths = [(0, max(0, 2 - size)) for size in values.shape]
+    return np.pad(values, widths, constant_values=fill)
+
+
+def _pad_sizes(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Add what nothing refers to: list entries, an empty chunk, an empty span and trajectory."""
+    padded = dict(arrays)
+    for name in ("kv_count", "kv_index", "q_count", "q_index", "tap_reader"):
+        padded[name] = _pad(arrays[name], 0)
+    if len(arrays["export_slot"]) < 2:
+        # The second sequence is empty already: one with rows would have chunks of its own.
+        padded["chunk_indices"] = np.array([[0, 0], [1, 0]], np.int32)
+        padded["export_slot"] = _pad(arrays["export_slot"], -1)
+    spans = len(arrays["span_parent"])
+    if spans < 2 or len(arrays["trajectory_span"]) < 2:
+        for name, fill in (("span_ptr", arrays["span_ptr"][-1]), ("span_parent", -1)):
+            padded[name] = np.append(arrays[name], np.int32(fill))
+        padded["span_end"] = np.append(arrays["span_end"], np.int32(spans + 1))
+        padded["trajectory_span"] = _pad(arrays["trajectory_span"], spans)
+        padded["trajectory_length"] = _pad(arrays["trajectory_length"], 1)
+    return padded
 
 
 def producer_input(

@@ -1,6 +1,7 @@
 """Apply activation checkpointing and compilation to a model, in that order."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import (
+    ActivationCheckpointing,
     ActivationCheckpointingConfig,
     SelectiveAC,
 )
@@ -35,7 +37,18 @@ class HartsSelectiveAC(SelectiveAC):
         }
 
 
-def compile_blocks(model: nn.Module, *, backend: str = "inductor") -> None:
+def prepare_compile() -> None:
+    """Set what one graph for all plans needs; call it before compiling a model or its blocks.
+
+    Without it ``torch.compile`` works too, with one or two graphs more.
+    """
+    # Sizes that happen to be equal in the first plan must not be taken for the same size.
+    torch.fx.experimental._config.use_duck_shape = False
+    # Our floats are constants of a layer; as inputs they would have everything traced twice.
+    torch._dynamo.config.specialize_float = True
+
+
+def compile_blocks(model: nn.Module, *, backend: str | Callable = "inductor") -> None:
     """Compile every block in place; one graph per kind of block serves all microbatches."""
     prepare_compile()
     layers = model.get_submodule("layers")
@@ -43,12 +56,11 @@ def compile_blocks(model: nn.Module, *, backend: str = "inductor") -> None:
         block.compile(backend=backend, fullgraph=True, dynamic=True)
 
 
-def prepare_compile() -> None:
-    """Set what one graph for all plans needs; call it before compiling a model or its blocks."""
-    # Sizes that happen to be equal in the first plan must not be taken for the same size.
-    torch.fx.experimental._config.use_duck_shape = False
-    # A graph per kind of block, with and without gradients, exceeds the default of 8.
-    torch._dynamo.config.recompile_limit = 64
+def _own_policy(config: ActivationCheckpointing.Config) -> ActivationCheckpointing.Config:
+    """Replace torchtitan's selective policy, which the command line names, by ours."""
+    if type(config) is not SelectiveAC.Config:
+        return config
+    return HartsSelectiveAC.Config(**{x.name: getattr(config, x.name) for x in fields(config)})
 
 
 def parallelize_harts(
@@ -70,7 +82,7 @@ def parallelize_harts(
     if parallel_dims.world_size > 1:
         raise ValueError(f"needs a single process, got {parallel_dims.world_size}")
     if ac_config is not None:
-        ac_config.build(dump_folder=dump_folder).apply(model)
+        _own_policy(ac_config).build(dump_folder=dump_folder).apply(model)
     if compile_config.enable and "model" in compile_config.components:
         compile_blocks(model, backend=compile_config.backend)
     return model
