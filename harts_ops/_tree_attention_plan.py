@@ -22,7 +22,7 @@ def tree_attention_blocks(
     """Build ``kv_count, kv_index, q_count, q_index`` of `tree_attention` on the tensors' device.
 
     Once per layout, from minima and maxima of each block: O(blocks^2), no host synchronisation.
-    A last key block that its rows do not fill is never full: full blocks need no bounds check.
+    A last block that its rows do not fill is never full: full blocks need no bounds check.
     """
     block_q, block_kv, block_q_backward, block_kv_backward = attention_blocks
     by_query = _block_kinds(subtree_end, q_row, block_q, block_kv)
@@ -70,6 +70,8 @@ def checked_plan(
     else:
         _check_lists(lists, q.shape[0], rows, attention_blocks)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale <= 0:
+        raise ValueError(f"need a positive scale, got {scale}")
     return subtree_end, q_row, *lists, *attention_blocks, scale, backend
 
 
@@ -105,6 +107,7 @@ def visible_pairs(subtree_end: Tensor, q_row: Tensor) -> int:
 
 def _block_kinds(subtree_end: Tensor, q_row: Tensor, block_q: int, block_kv: int) -> Tensor:
     """``[2, nq, nk]``: whether a block pair is [0] partly, [1] fully visible."""
+    first_q = torch.arange(0, q_row.shape[0], block_q, device=q_row.device).unsqueeze(1)
     first = torch.arange(0, subtree_end.shape[0], block_kv, device=q_row.device)
     low, high = (
         _blocks(q_row, block_q, fill).unsqueeze(1) for fill in (torch.iinfo(q_row.dtype).max, -1)
@@ -113,6 +116,7 @@ def _block_kinds(subtree_end: Tensor, q_row: Tensor, block_q: int, block_kv: int
     end = _blocks(subtree_end, block_kv, 0)
     seen = (first <= high) & (end.amax(-1) > low)
     full = (first + block_kv - 1 <= low) & (end.amin(-1) > high)
+    full &= first_q + block_q <= q_row.shape[0]
     return torch.stack([seen & ~full, full])
 
 

@@ -64,7 +64,7 @@ def tree_attention(
             `tree_attention_blocks` builds them here).
         q_count, q_index: Query blocks of each key block for backward, ``[2, nk]``, ``[2, nk, nq]``.
         attention_blocks: Rows of a block in those lists: (query, key) forward, then backward.
-        scale: Factor of the scores; default ``K ** -0.5``.
+        scale: Positive factor of the scores; default ``K ** -0.5``.
         backend: CUDA kernels: "fa4", "triton", or "auto", which logs its choice once.
         return_lse: Also return the log-sum-exp of each query's scores (not differentiable).
 
@@ -184,7 +184,7 @@ def tree_attention_op(q, k, v, *plan):
     """Attention output ``[R, H, V]`` and log-sum-exp ``[R, H]``, one query block at a time."""
     groups = k.shape[1]
     out = v.new_zeros(*q.shape[:2], v.shape[2])
-    lse = q.new_full(q.shape[:2], -torch.inf, dtype=_compute_dtype(q))
+    lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=_compute_dtype(q)).T
     scale = plan[-2]
     for own, seen, hidden_QN in _query_blocks(*plan):
         score = _scores(_by_group(q[own], groups), _by_head(k[seen]), hidden_QN, scale)
@@ -199,8 +199,9 @@ def tree_attention_op(q, k, v, *plan):
 
 @tree_attention_op.register_fake
 def _(q, k, v, *plan):
-    rows_heads = q.shape[:2]
-    return v.new_empty(*rows_heads, v.shape[2]), q.new_empty(rows_heads, dtype=_compute_dtype(q))
+    rows, heads, _ = q.shape
+    lse = q.new_empty((heads, rows), dtype=_compute_dtype(q))
+    return v.new_empty(rows, heads, v.shape[2]), lse.T
 
 
 @tree_attention_op.register_kernel("cuda")
@@ -293,7 +294,7 @@ def _(q, latent, k_rope, kv_up_weight, *plan):
     rows, heads, width = q.shape
     value_width = kv_up_weight.shape[0] // heads - (width - k_rope.shape[1])
     out = q.new_empty(rows, heads, value_width)
-    return out, q.new_empty((rows, heads), dtype=_compute_dtype(q))
+    return out, q.new_empty((heads, rows), dtype=_compute_dtype(q)).T
 
 
 def _save_mla_for_backward(ctx, inputs, output):

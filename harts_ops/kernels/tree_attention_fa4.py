@@ -1,0 +1,207 @@
+"""FlashAttention-4 (`flash_attn.cute`) as a backend of tree attention on Hopper GPUs.
+
+Only its two entry points are used, inside our op: the interval mask is a `mask_mod`, the plan's
+block lists are its block-sparse tensors. Its backward adds query gradients in no fixed order.
+"""
+
+import functools
+import importlib
+import inspect
+import logging
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_TESTED = "4.0.0b36"
+_COMMON = {"softmax_scale", "mask_mod", "aux_tensors", "block_sparse_tensors"}
+_FORWARD = {"q", "k", "v", "return_lse", "pack_gqa"} | _COMMON
+_BACKWARD = {"q", "k", "v", "out", "dout", "lse", "deterministic"} | _COMMON
+_LISTS = {"mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", "block_size"}
+_log = logging.getLogger("harts_ops.tree_attention")
+
+
+@dataclass(frozen=True)
+class _Package:
+    """What is used of `flash_attn.cute`."""
+
+    forward: Any
+    backward: Any
+    lists: Any
+    forward_tile: Any
+    backward_tile: Any
+    visible: Any
+
+
+def chosen(q: Tensor, k: Tensor, v: Tensor, *plan) -> bool:
+    """Whether this backend serves a call; an explicit "fa4" that cannot be served is an error."""
+    blocks, backend = tuple(plan[6:10]), plan[11]
+    if backend == "triton":
+        return False
+    reason = _refusal(q.device, q.dtype, q.shape[2], v.shape[2], blocks)
+    if not reason and torch.are_deterministic_algorithms_enabled():
+        reason = "deterministic algorithms are asked for, and its backward is not deterministic"
+    if backend == "fa4" and reason:
+        raise ValueError(f"tree_attention backend 'fa4': {reason}")
+    if backend == "auto":
+        _log_choice(reason)
+    return not reason
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, *plan) -> tuple[Tensor, Tensor]:
+    """Output ``[R, H, V]`` and log-sum-exp ``[R, H]``."""
+    subtree_end, q_row, kv_count, kv_index, _, _, block_q, block_kv, _, _, scale, _ = plan
+    package = _package()
+    sizes = (-(-q.shape[0] // block_q), -(-k.shape[0] // block_kv))
+    out, lse, *_ = package.forward(
+        q[None],
+        k[None],
+        v[None],
+        softmax_scale=scale,
+        mask_mod=package.visible,
+        aux_tensors=_interval(subtree_end, q_row, block_q),
+        block_sparse_tensors=_lists(kv_count, kv_index, sizes, (block_q, block_kv)),
+        return_lse=True,
+        pack_gqa=False,
+    )
+    return out[0], lse[0].T
+
+
+def backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *plan
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``q``, ``k`` and ``v``."""
+    subtree_end, q_row, _, _, q_count, q_index, _, _, block_q, block_kv, scale, _ = plan
+    package = _package()
+    sizes = (-(-k.shape[0] // block_kv), -(-q.shape[0] // block_q))
+    grads = package.backward(
+        q[None],
+        k[None],
+        v[None],
+        out[None],
+        grad_out[None],
+        lse.T.contiguous()[None],
+        softmax_scale=scale,
+        mask_mod=package.visible,
+        aux_tensors=_interval(subtree_end, q_row, block_q),
+        block_sparse_tensors=_lists(q_count, q_index, sizes, (block_q, block_kv)),
+        deterministic=False,
+    )
+    grad_q, grad_k, grad_v = (grad[0] for grad in grads)
+    return grad_q, grad_k, grad_v
+
+
+def block_sizes(width: int, value_width: int) -> tuple[int, int, int, int]:
+    """The ``attention_blocks`` that this backend needs at these head widths."""
+    package = _package()
+    ahead = package.forward_tile(width, value_width, False, False, sparse_block_size_q=128)
+    back = package.backward_tile(width, value_width, False, False, sparse_block_size_q=64)
+    return ahead.m_block_size, ahead.n_block_size, back.m_block_size, back.n_block_size
+
+
+@functools.lru_cache
+def _refusal(
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    value_width: int,
+    blocks: tuple[int, int, int, int],
+) -> str:
+    """Why this backend cannot serve a call; empty if it can."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        return f"needs a Hopper GPU (compute capability 9.x), got {major}.{minor}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"needs bf16 or fp16, got {dtype}"
+    if max(width, value_width) > 256 or width % 8 or value_width % 8:
+        return f"needs head widths in multiples of 8 up to 256, got {width} and {value_width}"
+    try:
+        need = block_sizes(width, value_width)
+    except (ImportError, RuntimeError) as error:
+        return str(error)
+    fits = (
+        blocks[0] % need[0] == 0
+        and blocks[1] == need[1]
+        and blocks[2] % need[2] == 0
+        and blocks[3] == need[3]
+    )
+    return "" if fits else f"needs attention_blocks {need} at these head widths, got {blocks}"
+
+
+@functools.cache
+def _package() -> _Package:
+    """Import `flash_attn.cute` and check that it has the interface this module was written for."""
+    try:
+        version = metadata.version("flash-attn-4")
+        modules = {
+            name: importlib.import_module(f"flash_attn.cute.{name}")
+            for name in ("interface", "block_sparsity")
+        }
+    except ImportError as error:
+        raise ImportError(
+            f"needs the package flash-attn-4 (pip install 'harts[fa4]'): {error}"
+        ) from error
+    used = {
+        "interface._flash_attn_fwd": _FORWARD,
+        "interface._flash_attn_bwd": _BACKWARD,
+        "interface._tile_size_fwd_sm90": {"sparse_block_size_q"},
+        "interface._tile_size_bwd_sm90": {"sparse_block_size_q"},
+        "block_sparsity.BlockSparseTensorsTorch": _LISTS,
+    }
+    found: list[Any] = []
+    for name, arguments in used.items():
+        module, attribute = name.split(".")
+        function = getattr(modules[module], attribute, None)
+        missing = arguments - set(inspect.signature(function).parameters) if function else {name}
+        if missing:
+            raise RuntimeError(
+                f"flash-attn-4 {version} has another interface than {_TESTED}, for which this was "
+                f"written: flash_attn.cute.{name} lacks {sorted(missing)}"
+            )
+        found.append(function)
+    forward, backward, forward_tile, backward_tile, lists = found
+    return _Package(forward, backward, lists, forward_tile, backward_tile, _interval_mask())
+
+
+def _interval_mask() -> Any:
+    """The visibility of a (query, key) pair as a `mask_mod` of FlashAttention-4."""
+    cutlass, cute, utils = map(
+        importlib.import_module, ("cutlass", "cutlass.cute", "flash_attn.cute.utils")
+    )
+
+    @cute.jit
+    def visible(batch, head, q_idx, kv_idx, seqlen_info, aux_tensors):
+        end = utils.scalar_to_ssa(aux_tensors[0][kv_idx[0]], cutlass.Int32)
+        row = utils.scalar_to_ssa(aux_tensors[1][q_idx[0]], cutlass.Int32)
+        return (kv_idx <= row) & (row < end)
+
+    return visible
+
+
+def _interval(subtree_end: Tensor, q_row: Tensor, block_q: int) -> list[Tensor]:
+    """Auxiliary tensors of the mask; its last query tile reads ``q_row`` past the end."""
+    return [subtree_end, F.pad(q_row, (0, -q_row.shape[0] % block_q))]
+
+
+def _lists(count: Tensor, index: Tensor, sizes: tuple[int, int], block: tuple[int, int]) -> Any:
+    lines, entries = sizes
+    count = count[:, None, None, :lines]
+    index = index[:, None, None, :lines, :entries]
+    return _package().lists(
+        mask_block_cnt=count[0],
+        mask_block_idx=index[0],
+        full_block_cnt=count[1],
+        full_block_idx=index[1],
+        block_size=block,
+    )
+
+
+@functools.cache
+def _log_choice(reason: str) -> None:
+    if reason:
+        _log.warning("tree_attention backend 'auto': triton; fa4 %s", reason)
+    else:
+        _log.info("tree_attention backend 'auto': fa4")

@@ -1,0 +1,256 @@
+"""The CUDA side of tree_attention: on a GPU, else in Triton's interpreter in fp32."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from harts_ops.tree_attention import (
+    TREE_ATTENTION_PLAN,
+    tree_attention,
+    tree_attention_blocks,
+    tree_attention_reference,
+    tree_mla,
+    tree_mla_reference,
+)
+from tests.ops.row_plans import RowTree, sample_tree
+from tests.trees import random_trajectories
+
+pytest.importorskip("triton")
+ON_GPU = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and not ON_GPU
+needs_kernels = pytest.mark.skipif(
+    not (ON_GPU or INTERPRETED), reason="run by test_in_the_interpreter"
+)
+DEVICE = "cuda" if ON_GPU else "cpu"
+DTYPES = [torch.float, torch.bfloat16, torch.float16] if ON_GPU else [torch.float]
+if ON_GPU or INTERPRETED:
+    from harts_ops.kernels import tree_attention as kernels
+OWN = [3, 5, 8, 9, 20, 22, 23, 32]
+
+
+@pytest.mark.skipif(ON_GPU or INTERPRETED, reason="the kernels run in this process")
+def test_in_the_interpreter():
+    """Triton reads TRITON_INTERPRET when it is imported, so the tests run in a new process."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", str(Path(__file__))]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def on_device(plan):
+    return {n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in plan.items()}
+
+
+def make_inputs(plan, heads, key_heads, width, value_width, dtype):
+    """``q, k, v`` and a cotangent; values are strided, as a projection leaves them."""
+    rng = torch.Generator().manual_seed(heads * width)
+    own, rows = len(plan["q_row"]), len(plan["subtree_end"])
+    q = torch.randn(own, heads, width, generator=rng)
+    k = torch.randn(rows, key_heads, width, generator=rng)
+    v = torch.randn(rows, key_heads, value_width + 16, generator=rng)
+    grad = torch.randn(own, heads, value_width, generator=rng)
+    q, k, v, grad = (x.to(DEVICE, dtype) for x in (q, k, v, grad))
+    return q, k, v[..., 16:], grad
+
+
+def with_reference(q, k, v, grad, plan, dtype):
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
+    out, lse = tree_attention_reference(q, k, v, **plan, return_lse=True, scale=0.3)
+    return out, lse, *torch.autograd.grad(out, (q, k, v), grad.to(dtype))
+
+
+def with_kernels(q, k, v, grad, plan, *, tile=None):
+    names = (plan[name] for name in TREE_ATTENTION_PLAN)
+    arguments = (*names, *plan["attention_blocks"], 0.3, "triton")
+    out, lse = kernels.forward_triton(q, k, v, *arguments, tile=tile)
+    tiles = (tile, tile)
+    grads = kernels.backward_triton(grad, q, k, v, out, lse, *arguments, tiles=tiles)
+    return out, lse, *grads
+
+
+def assert_close_enough(mine, reference, truth):
+    """In low precision no further from fp64 than twice the reference in the same dtype."""
+    for ours, theirs, right in zip(mine, reference, truth, strict=True):
+        assert ours.shape == right.shape and ours.dtype == theirs.dtype
+        if mine[0].dtype == torch.float:
+            torch.testing.assert_close(ours, right.float())
+        elif right.numel():
+            eps = torch.finfo(ours.dtype).eps
+            allowed = (theirs - right).abs().max() + eps * right.abs().max()
+            assert (ours - right).abs().max() <= 2 * allowed
+
+
+def check(plan, shape, dtype, **options):
+    inputs = make_inputs(plan, *shape, dtype)
+    truth = with_reference(*inputs, plan, torch.double)
+    reference = with_reference(*inputs, plan, dtype)
+    assert_close_enough(with_kernels(*inputs, plan, **options), reference, truth)
+
+
+PLANS = {
+    "all rows": sample_tree(padding=4).attention(blocks=(16, 16, 16, 16)),
+    "consumer": sample_tree().attention(OWN, own_padding=2, blocks=(16, 32, 16, 16)),
+    "large blocks": sample_tree(padding=4).attention(blocks=(32, 64, 32, 96)),
+    "one query": sample_tree().attention([9], blocks=(16, 16, 16, 16)),
+    "no query": sample_tree().attention([], blocks=(16, 16, 16, 16)),
+    "keys without a query": RowTree(list(range(-1, 39))).attention([3], blocks=(16, 16, 16, 16)),
+}
+# (heads, key heads, width, value width): padded widths, two tiles of a width, groups of heads
+SHAPES = [(2, 2, 24, 16), (4, 2, 16, 32), (2, 1, 48, 20), (1, 1, 12, 16)]
+SHAPES += [(4, 4, 192, 128), (4, 2, 128, 128), (2, 2, 64, 64), (2, 1, 256, 256)] if ON_GPU else []
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", PLANS)
+def test_matches_reference(name, shape, dtype):
+    check(on_device(PLANS[name]), shape, dtype)
+
+
+@needs_kernels
+@pytest.mark.parametrize("seed", range(20 if ON_GPU else 3))
+def test_random_trees(seed):
+    rng = np.random.default_rng(seed)
+    size = {"num_trajectories": 30, "max_length": 300} if ON_GPU else {}
+    tree = RowTree.of(random_trajectories(rng, **size), padding=seed % 3)
+    own = np.flatnonzero(rng.random(len(tree.parent)) < 0.6).tolist() if seed % 2 else None
+    blocks = (64, 128, 32, 64) if ON_GPU else (16, 32, 16, 16)
+    plan = on_device(tree.attention(own, own_padding=seed % 4, blocks=blocks))
+    shape = (4, 4, 192, 128) if ON_GPU else (2, 1, 24, 16)
+    check(plan, shape, DTYPES[seed % len(DTYPES)])
+
+
+@needs_kernels
+def test_bulk_copies_change_nothing():
+    plan = on_device(PLANS["consumer"])
+    inputs = make_inputs(plan, 2, 1, 48, 32, DTYPES[-1])
+    tile = kernels.Tile(16, 16, 4, 2)
+    without = dataclasses.replace(tile, tma=False)
+    assert kernels._tile("forward", inputs[:3], 16, 16, tile).tma
+    bulk, plain = (with_kernels(*inputs, plan, tile=x) for x in (tile, without))
+    torch.testing.assert_close(bulk, plain, rtol=0, atol=0)
+
+
+@needs_kernels
+def test_rejects_small_blocks_and_fp64():
+    plan = on_device(sample_tree().attention(blocks=(8, 16, 16, 16)))
+    with pytest.raises(ValueError, match="multiples of 16, got 8 x 16"):
+        with_kernels(*make_inputs(plan, 1, 1, 16, 16, torch.float), plan)
+    plan = on_device(PLANS["all rows"])
+    with pytest.raises(ValueError, match=r"got torch\.float64"):
+        with_kernels(*make_inputs(plan, 1, 1, 16, 16, torch.double), plan)
+
+
+def test_fa4_says_what_it_lacks(monkeypatch):
+    fa4 = pytest.importorskip("harts_ops.kernels.tree_attention_fa4")
+    uncached = fa4._package.__wrapped__
+    monkeypatch.setattr(fa4.metadata, "version", lambda name: "9.9")
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    with pytest.raises(ImportError, match=r"pip install 'harts\[fa4\]'"):
+        uncached()
+    interface, block_sparsity = types.ModuleType("interface"), types.ModuleType("block_sparsity")
+    interface._flash_attn_fwd = lambda q, k, v, softmax_scale, mask_mod, aux_tensors: None
+    found = {"interface": interface, "block_sparsity": block_sparsity}
+    monkeypatch.setattr(fa4.importlib, "import_module", lambda name: found[name.rpartition(".")[2]])
+    with pytest.raises(RuntimeError, match=r"9\.9 has another.*_fwd lacks .*block_sparse_tensors"):
+        uncached()
+
+
+def gpu_tree(rows=3000, density=None, blocks=(128, 128, 128, 128), own=None):
+    """A random deep tree of many rows: subtree ends, block lists."""
+    rng = np.random.default_rng(rows)
+    parent, start, end = [], [], []
+    stack: list[int] = []
+    while not end or end[-1] < rows:
+        del stack[rng.integers(1, len(stack) + 1) if stack else 0 :]
+        parent.append(stack[-1] if stack else -1)
+        start.append(end[-1] if end else 0)
+        end.append(start[-1] + int(rng.integers(1, 400)))
+        stack.append(len(parent) - 1)
+    below = list(end)
+    for node in range(len(parent) - 1, -1, -1):
+        if parent[node] >= 0:
+            below[parent[node]] = max(below[parent[node]], below[node])
+    subtree_end = torch.tensor(np.repeat(below, np.subtract(end, start)), dtype=torch.int32)
+    subtree_end = subtree_end[:rows].clamp(max=rows)
+    q_row = torch.arange(rows) if own is None else torch.arange(rows)[own]
+    q_row = q_row.to(torch.int32)
+    names = ("kv_count", "kv_index", "q_count", "q_index")
+    lists = tree_attention_blocks(subtree_end, q_row, attention_blocks=blocks)
+    plan = {"subtree_end": subtree_end, "q_row": q_row, "attention_blocks": blocks}
+    return on_device(plan | dict(zip(names, lists, strict=True)))
+
+
+FA4 = {(192, 128): (128, 128, 64, 96), (128, 128): (128, 128, 64, 128)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own", [None, slice(1500, None), slice(40, None, 3)])
+@pytest.mark.parametrize("widths", FA4)
+@pytest.mark.parametrize("backend", ["triton", "fa4"])
+def test_backends_on_large_trees(backend, widths, own):
+    if backend == "fa4":
+        pytest.importorskip("flash_attn.cute")
+    plan = gpu_tree(blocks=FA4[widths] if backend == "fa4" else (128,) * 4, own=own)
+    q, k, v, grad = make_inputs(plan, 4, 4, *widths, torch.bfloat16)
+    truth = with_reference(q, k, v, grad, plan, torch.double)
+    reference = with_reference(q, k, v, grad, plan, torch.bfloat16)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, lse = tree_attention(q, k, v, **plan, scale=0.3, backend=backend, return_lse=True)
+    mine = (out, lse, *torch.autograd.grad(out, (q, k, v), grad))
+    assert_close_enough(mine, reference, truth)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute_kv", [False, True])
+def test_mla_compiled(recompute_kv):
+    plan = gpu_tree(1000)
+    rng = torch.Generator().manual_seed(0)
+    shapes = ((1000, 4, 128), (1000, 4, 64), (1000, 512), (1000, 64), (4 * 256, 512))
+    inputs = [torch.randn(s, generator=rng).mul(0.5).to(DEVICE, torch.bfloat16) for s in shapes]
+    inputs = [x.requires_grad_() for x in inputs]
+    layer = torch.compile(tree_mla, fullgraph=True, dynamic=True)
+
+    def run(fn, inputs, **options):
+        out = fn(*inputs, **plan, **options)
+        return out, *torch.autograd.grad(out.float().square().sum(), inputs)
+
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    mine = run(layer, inputs, backend="triton", recompute_kv=recompute_kv)
+    assert_close_enough(mine, run(tree_mla_reference, inputs), run(tree_mla_reference, wide))
+
+
+@pytest.mark.gpu
+def test_triton_is_deterministic():
+    plan = gpu_tree(5000)
+    inputs = make_inputs(plan, 8, 4, 192, 128, torch.bfloat16)
+    for first, second in zip(with_kernels(*inputs, plan), with_kernels(*inputs, plan), strict=True):
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements():
+    rows, heads, width, length = 70_000, 256, 128, 128  # chains of 128 rows
+    row = torch.arange(rows, dtype=torch.int32, device=DEVICE)
+    end = ((row // length + 1) * length).clamp(max=rows)
+    q = torch.randn(rows, heads, width, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    out = tree_attention(q, q, q, subtree_end=end, q_row=row, backend="triton")
+    (grad,) = torch.autograd.grad(out, q, out.detach())
+    last = rows // length * length
+    plan = {"subtree_end": end[last:] - last, "q_row": row[last:] - last}
+
+    def alone(dtype):
+        tail = q.detach()[last:, -2:].to(dtype).requires_grad_()
+        value = tree_attention_reference(tail, tail, tail, **plan)
+        return value, torch.autograd.grad(value, tail, out.detach()[last:, -2:].to(dtype))[0]
+
+    mine = (out[last:, -2:], grad[last:, -2:])
+    assert_close_enough(mine, alone(torch.bfloat16), alone(torch.double))
