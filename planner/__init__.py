@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from planner.cost import plan_metrics
-from planner.forest import checked_trajectories
+from planner.forest import check_signs, checked_trajectories
 from planner.layout import plan_microbatch, plan_window, step_layouts
-from planner.partition import members_of, partition
+from planner.partition import members_of, partition_batch
 from planner.placement import Placement, Prefixes, cached_depth, place
 from planner.plan import (
     Cache,
@@ -72,14 +72,16 @@ def make_plan(
             capacity, or no equal number of microbatches exists.
     """
     began = time.perf_counter()
-    members = checked_trajectories(trajectories)
+    members = checked_trajectories(trajectories, signs=False)
     _check_sizes(members, config)
     keys = None if coupling is None else _checked_coupling(coupling, len(members))
     batch = sort_batch(
         members, capacity=config.capacity, coupling=keys, shared=config.share != "none"
     )
+    # Shared tokens were compared by the sort, so each distinct token is looked at once.
+    check_signs(members, batch.order.tolist(), batch.lcp.tolist())
     sorted_after = time.perf_counter() - began
-    groups = partition(batch, dp=config.dp, capacity=config.capacity)
+    groups = partition_batch(batch, dp=config.dp, capacity=config.capacity)
     placement = place(batch, groups, config)
     replicas, windows = _name_ids(batch, placement, config)
     metrics = plan_metrics(batch, placement, cached_depth(batch, placement), config)

@@ -26,9 +26,13 @@ class Forest:
     trajectory_ptr: IntArray  # [N + 1] into ``row``
 
 
-def checked_trajectories(trajectories: Sequence[np.ndarray]) -> list[np.ndarray]:
+def checked_trajectories(
+    trajectories: Sequence[np.ndarray], *, signs: bool = True
+) -> list[np.ndarray]:
     """Return trajectories as 1-D int32 arrays, without a copy where they are that already.
 
+    Args:
+        signs: False leaves negative ids of int32 arrays to a later ``check_signs``.
     Raises:
         ValueError: There are none, or one is empty, not 1-D, not of integers, or has an id outside
             ``[0, 2**31)``; the message names the trajectory.
@@ -46,15 +50,30 @@ def checked_trajectories(trajectories: Sequence[np.ndarray]) -> list[np.ndarray]
         if tokens.dtype != np.int32:
             tokens = _as_int32(tokens, index)
         checked.append(tokens)
-    for first in range(0, len(checked), _BATCH):
-        batch = checked[first : first + _BATCH]
-        if np.concatenate(batch).min() < 0:
-            index = next(i for i, tokens in enumerate(batch) if tokens.min() < 0)
-            at = int((batch[index] < 0).argmax())
-            raise ValueError(
-                f"trajectory {first + index}, token {at}: negative token id {batch[index][at]}"
-            )
+    if signs:
+        check_signs(checked, range(len(checked)), [0] * len(checked))
     return checked
+
+
+def check_signs(
+    trajectories: Sequence[np.ndarray], order: Sequence[int], shared: Sequence[int]
+) -> None:
+    """Raise ValueError for a negative token id.
+
+    Args:
+        order: Indices of trajectories; the first ``shared`` tokens of each are not looked at.
+    """
+    for first in range(0, len(order), _BATCH):
+        batch = slice(first, first + _BATCH)
+        parts = [trajectories[i][k:] for i, k in zip(order[batch], shared[batch], strict=True)]
+        if np.concatenate(parts).min(initial=0) < 0:
+            place = next(j for j, part in enumerate(parts) if part.min(initial=0) < 0)
+            index, tokens = order[first + place], parts[place]
+            at = int((tokens < 0).argmax())
+            raise ValueError(
+                f"trajectory {index}, token {shared[first + place] + at}: "
+                f"negative token id {tokens[at]}"
+            )
 
 
 _BATCH = 256  # trajectories checked at a time, so that a large batch is never copied whole

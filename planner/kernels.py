@@ -28,6 +28,9 @@ else:
     inlined = _njit(inline="always")
 
 
+_FAILURES = 16  # small groups that may refuse to dissolve before the attempt ends
+
+
 class Spans(NamedTuple):
     """Prefix tree of sorted trajectories, cut at every fork and every trajectory end; preorder."""
 
@@ -270,13 +273,16 @@ def _path(parent, span, path):
 
 
 @compiled
-def _dissolve(parent, end, leaf, rows, count, work, group, used, path, alive, capacity, rule):
-    """Empty small groups, smallest first, while all their trajectories fit elsewhere."""
+def _dissolve(parent, end, leaf, rows, count, work, group, used, capacity, rule, most):
+    """Empty at most ``most`` groups, smallest first, whose trajectories all fit elsewhere."""
+    path = np.empty(len(parent), np.int64)
+    alive = np.empty(used, np.int64)
     failures = 0
+    emptied = 0
     order = np.argsort(work[:used], kind="mergesort")
     moved = np.empty(len(leaf), np.int64)
     for small in order:
-        if failures == 8 or work[small] == 0:
+        if failures == _FAILURES or emptied == most or work[small] == 0:
             break
         held = work[small]
         work[small] = 0
@@ -303,9 +309,12 @@ def _dissolve(parent, end, leaf, rows, count, work, group, used, path, alive, ca
             else:
                 _put(parent, rows, count, work, leaf[moved[i]], group[moved[i]], -1)
                 group[moved[i]] = small
-        if not fits:
+        if fits:
+            emptied += 1
+        else:
             work[small] = held
             failures += 1
+    return emptied
 
 
 @compiled
@@ -336,15 +345,42 @@ def greedy_groups(parent, end, leaf, rows, order, rule, capacity, most):
             used += 1
         _put(parent, rows, count, work, leaf[x], to, 1)
         group[x] = to
-    _dissolve(parent, end, leaf, rows, count, work, group, used, path, alive, capacity, rule)
-    name = np.full(most, -1, np.int64)
+    _dissolve(parent, end, leaf, rows, count, work, group, used, capacity, rule, used)
+    _close_gaps(group, used)
+    return group
+
+
+@compiled
+def _close_gaps(group, used):
+    """Number the groups in use by their first member."""
+    name = np.full(used, -1, np.int64)
     groups = 0
-    for x in range(len(leaf)):
+    for x in range(len(group)):
         if name[group[x]] < 0:
             name[group[x]] = groups
             groups += 1
         group[x] = name[group[x]]
-    return group
+
+
+@compiled
+def reduce_groups(parent, end, leaf, rows, group, groups, target, capacity):
+    """Dissolve the smallest groups until ``target`` are left, by most shared rows.
+
+    Changes ``group``; returns the rows of each group left, more of them than ``target`` where too
+    few groups could be dissolved.
+    """
+    count = np.zeros((len(parent), groups), np.int32)
+    work = np.zeros(groups, np.int64)
+    for x in range(len(leaf)):
+        _put(parent, rows, count, work, leaf[x], group[x], 1)
+    most = groups - target
+    emptied = _dissolve(parent, end, leaf, rows, count, work, group, groups, capacity, 1, most)
+    _close_gaps(group, groups)
+    left = np.zeros(groups - emptied, np.int64)
+    count[:] = 0
+    for x in range(len(leaf)):
+        _put(parent, rows, count, left, leaf[x], group[x], 1)
+    return left
 
 
 @compiled

@@ -15,6 +15,8 @@ IntArray = NDArray[np.int64]
 
 _EXACT_TRAJECTORIES = 4096  # above this the contiguous search is no longer exact over counts
 _SAMPLED_COUNTS = 32
+_FEWER = 2  # slots that dissolving small contiguous groups may save
+_LARGEST_TABLE = 32_000_000  # spans times groups of a dense table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,7 @@ class Partition:
         return len(self.work)
 
 
-def partition(batch: SortedBatch, *, dp: int, capacity: int) -> Partition:
+def partition_batch(batch: SortedBatch, *, dp: int, capacity: int) -> Partition:
     """Choose microbatches of at most ``capacity`` rows, a multiple of ``dp`` of them.
 
     Compares contiguous groups in sorted order (exact up to 4,096 units, heuristic above) with
@@ -42,6 +44,11 @@ def partition(batch: SortedBatch, *, dp: int, capacity: int) -> Partition:
     """
     units = _Units.of(batch)
     candidates = _contiguous(batch, units, dp, capacity)
+    for fewer in range(1, _FEWER + 1):
+        if candidates and candidates[0].num_groups > fewer * dp:
+            count = candidates[0].num_groups - fewer * dp
+            found = fewer_groups(batch, candidates[0], count, capacity=capacity)
+            candidates += [] if found is None else [found]
     if units.single and batch.num_trajectories <= _EXACT_TRAJECTORIES:
         candidates += _greedy(batch, units, dp, capacity)
     if not candidates:
@@ -50,6 +57,23 @@ def partition(batch: SortedBatch, *, dp: int, capacity: int) -> Partition:
             f"{len(units.size)} trajectories do not make a multiple of {dp} replicas"
         )
     return min(candidates, key=lambda found: initial_score(found.work, dp))
+
+
+def fewer_groups(
+    batch: SortedBatch, groups: Partition, count: int, *, capacity: int
+) -> Partition | None:
+    """Dissolve small groups of a partition until ``count`` are left; None where that fails."""
+    from planner.kernels import reduce_groups
+
+    spans = batch.spans
+    if len(spans.parent) * groups.num_groups > _LARGEST_TABLE or not batch.uncoupled:
+        return None
+    tree = (spans.parent, spans.end, spans.leaf, spans.end - spans.start)
+    group = groups.group.copy()
+    work = reduce_groups(*tree, group, groups.num_groups, count, capacity)
+    if len(work) > count:
+        return None
+    return Partition(group=group, work=work, source=f"{groups.source}, dissolved")
 
 
 def minimum_count(compact_rows: int, *, dp: int, capacity: int) -> int:
@@ -96,7 +120,7 @@ class _Units:
     @staticmethod
     def of(batch: SortedBatch) -> _Units:
         item = batch.item
-        if len(item) and item[-1] == len(item) - 1:
+        if batch.uncoupled:
             return _Units(size=batch.length, lcp=batch.lcp, item=item, single=True)
         count = int(item.max()) + 1
         places = [np.flatnonzero(item == unit) for unit in range(count)]

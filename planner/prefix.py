@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _FIRST_BLOCK = 128  # tokens compared at first; deeper comparisons take larger blocks
 _BLOCK_GROWTH = 4
-_KEY_BYTES = 1 << 26  # sort keys alive at one time, so that a large batch is never copied whole
+_KEY_BYTES = 1 << 22  # sort keys alive at one time: a batch is never copied, caches hold them
 
 
 def _key(trajectory: np.ndarray, start: int, block: int) -> bytes:
@@ -178,6 +178,11 @@ class SortedBatch:
     def num_trajectories(self) -> int:
         """N."""
         return len(self.order)
+
+    @property
+    def uncoupled(self) -> bool:
+        """Whether every trajectory may go anywhere."""
+        return int(self.item.max()) == len(self.item) - 1
 
     def rows(self, places: np.ndarray) -> int:
         """Return the compact rows of a microbatch of sorted trajectories (ascending places)."""
