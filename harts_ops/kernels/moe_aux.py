@@ -46,7 +46,7 @@ def forward(
     sums = slope.new_zeros(2, programs)
     prob_sums = slope.new_zeros(programs, num_experts)
     arguments = (logits.contiguous(), multiplicity, slope, row_span, sums, prob_sums)
-    _launch(_forward_kernel, programs, arguments, num_rows, num_experts, score, row_span)
+    _launch(_forward_kernel, programs, arguments, num_rows, num_experts, score, slope, row_span)
     return sums[0].sum(), sums[1].sum(), counts, prob_sums.sum(0), slope
 
 
@@ -65,17 +65,16 @@ def backward(
     grads = (grad_z_sum, grad_balance_sum, grad_logits)
     arguments = (logits.contiguous(), multiplicity, slope, row_span, *grads)
     programs = triton.cdiv(num_rows, ROWS)
-    _launch(_backward_kernel, programs, arguments, num_rows, num_experts, score, row_span)
+    _launch(_backward_kernel, programs, arguments, num_rows, num_experts, score, slope, row_span)
     return grad_logits
 
 
 def _row_span(span_ptr: Tensor | None, num_rows: int) -> Tensor | None:
-    """Span of each row, -1 for rows after the last; None without spans."""
+    """One more than the span of each row; one more than all spans for rows after the last."""
     if span_ptr is None:
         return None
     rows = torch.arange(num_rows, dtype=span_ptr.dtype, device=span_ptr.device)
-    span = torch.searchsorted(span_ptr, rows, right=True) - 1
-    return span.masked_fill_(span == span_ptr.shape[0] - 1, -1)
+    return torch.searchsorted(span_ptr, rows, right=True)
 
 
 def _count(
@@ -98,6 +97,7 @@ def _count(
         num_rows,
         k,
         counts.shape[0],
+        0 if span_end is None else span_end.shape[0],
     )
     meta: dict[str, Any] = {"HAS_SPANS": row_span is not None, "BLOCK": 256}
     if num_rows:
@@ -114,15 +114,16 @@ def _tree_slope(
     """Derivative ``[G, E]`` of the per-trajectory loss by the probabilities in each span."""
     assert span_end is not None
     num_spans, num_experts = span_end.shape[0], entries.shape[1]
-    pull_G = torch.zeros(num_spans, dtype=torch.float64, device=entries.device)
-    pull_N = scale / trajectory_length.double() ** 2
-    # Accumulating index_put_ sorts: unlike index_add_ it always adds in one order.
-    pull_G.index_put_((trajectory_span.long(),), pull_N, accumulate=True)
-    below = pull_G.new_zeros(num_spans + 1, num_experts)
-    meta: dict[str, Any] = {"BLOCK_G": 128, "BLOCK_E": 8}
+    pull_N = scale / trajectory_length.double().square()
+    pull_G = pull_N.new_empty(num_spans)
+    below = pull_N.new_zeros(num_spans + 1, num_experts)
+    arguments: tuple[Any, ...] = (trajectory_span, pull_N, pull_G, num_spans, pull_N.shape[0])
+    meta: dict[str, Any] = {"BLOCK_G": 32, "BLOCK_N": 128}
+    scan_meta: dict[str, Any] = {"BLOCK_G": 128, "BLOCK_E": 8}
     if num_spans:
+        _pull_kernel[(triton.cdiv(num_spans, 32),)](*arguments, **meta)
         grid = (triton.cdiv(num_experts, 8),)
-        _span_scan_kernel[grid](entries, pull_G, below, num_spans, num_experts, **meta)
+        _span_scan_kernel[grid](entries, pull_G, below, num_spans, num_experts, **scan_meta)
     return below[span_end.long()] - below[:-1]
 
 
@@ -133,6 +134,7 @@ def _launch(
     num_rows: int,
     num_experts: int,
     score: str,
+    slope: Tensor,
     row_span: Tensor | None,
 ) -> None:
     """Run a pass over the logits; CUDA refuses an empty grid."""
@@ -140,7 +142,7 @@ def _launch(
     meta: dict[str, Any] = {"SIGMOID": score == "sigmoid", "HAS_SPANS": row_span is not None}
     meta |= {"ROWS": ROWS, "BLOCK_C": max(1, min(ROWS, 2048 // block)), "BLOCK_E": block}
     if programs:
-        kernel[(programs,)](*arguments, num_rows, num_experts, **meta)
+        kernel[(programs,)](*arguments, num_rows, num_experts, slope.shape[0], **meta)
 
 
 @triton.jit
@@ -154,6 +156,7 @@ def _count_kernel(
     rows,
     k,
     experts,
+    spans,
     HAS_SPANS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -166,12 +169,28 @@ def _count_kernel(
     times = tl.load(multiplicity_ptr + row, mask=inside, other=0)
     tl.atomic_add(counts_ptr + expert, times, mask=inside & (times > 0), sem="relaxed")
     if HAS_SPANS:
-        span = tl.load(row_span_ptr + row, mask=inside, other=-1)
-        inside &= span >= 0
+        span = tl.load(row_span_ptr + row, mask=inside, other=0) - 1
+        inside &= (span >= 0) & (span < spans)
         end = tl.load(span_end_ptr + span, mask=inside, other=0).to(tl.int64)
         one = tl.full([BLOCK], 1, tl.int64)
         tl.atomic_add(entries_ptr + span * experts + expert, one, mask=inside, sem="relaxed")
         tl.atomic_add(entries_ptr + end * experts + expert, -one, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def _pull_kernel(
+    span_ptr, pull_ptr, out_ptr, spans, trajectories, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """One program: the pulls of the trajectories that end in each of a block of spans."""
+    span = tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G)
+    total = tl.zeros([BLOCK_G], tl.float64)
+    for start in range(0, trajectories, BLOCK_N):
+        index = start + tl.arange(0, BLOCK_N)
+        last = tl.load(span_ptr + index, mask=index < trajectories, other=-1)
+        pull = tl.load(pull_ptr + index, mask=index < trajectories, other=0.0)
+        ends_here = span[:, None] == last[None, :]
+        total += tl.sum(tl.where(ends_here, pull[None, :], 0.0), 1)
+    tl.store(out_ptr + span, total, mask=span < spans)
 
 
 @triton.jit
@@ -217,12 +236,21 @@ def _row_terms(logits, inside, SIGMOID: tl.constexpr):
 
 @triton.jit
 def _row_slope(
-    slope_ptr, row_span_ptr, times, row, expert, inside, rows, experts, HAS_SPANS: tl.constexpr
+    slope_ptr,
+    row_span_ptr,
+    times,
+    row,
+    expert,
+    inside,
+    rows,
+    experts,
+    spans,
+    HAS_SPANS: tl.constexpr,
 ):
     """Derivative of the balance loss by the probabilities of a block of rows."""
     if HAS_SPANS:
-        span = tl.load(row_span_ptr + row, mask=row < rows, other=-1)[:, None]
-        known = inside & (span >= 0)
+        span = tl.load(row_span_ptr + row, mask=row < rows, other=0)[:, None] - 1
+        known = inside & (span >= 0) & (span < spans)
         slope = tl.load(slope_ptr + span * experts + expert, mask=known, other=0.0)
     else:
         slope = tl.load(slope_ptr + expert, mask=expert < experts, other=0.0) * times[:, None]
@@ -239,6 +267,7 @@ def _forward_kernel(
     prob_sums_ptr,
     rows,
     experts,
+    spans,
     SIGMOID: tl.constexpr,
     HAS_SPANS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -260,7 +289,7 @@ def _forward_kernel(
         times = tl.load(multiplicity_ptr + row, mask=row < rows, other=0).to(dtype)
         lse, _, probability, _ = _row_terms(logits, expert < experts, SIGMOID)
         slope = _row_slope(
-            slope_ptr, row_span_ptr, times, row, expert, inside, rows, experts, HAS_SPANS
+            slope_ptr, row_span_ptr, times, row, expert, inside, rows, experts, spans, HAS_SPANS
         )
         z_sum += times * tl.sum(lse * lse, 1)
         balance_sum += tl.sum(probability * slope, 1)
@@ -282,6 +311,7 @@ def _backward_kernel(
     grad_logits_ptr,
     rows,
     experts,
+    spans,
     SIGMOID: tl.constexpr,
     HAS_SPANS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -301,7 +331,7 @@ def _backward_kernel(
         times = tl.load(multiplicity_ptr + row, mask=row < rows, other=0).to(dtype)
         lse, softmax, probability, chain = _row_terms(logits, expert < experts, SIGMOID)
         slope = _row_slope(
-            slope_ptr, row_span_ptr, times, row, expert, inside, rows, experts, HAS_SPANS
+            slope_ptr, row_span_ptr, times, row, expert, inside, rows, experts, spans, HAS_SPANS
         )
         expected = tl.sum(probability * slope, 1)[:, None]
         balance = probability * (slope - expected) * chain

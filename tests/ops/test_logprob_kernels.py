@@ -54,9 +54,8 @@ def make_inputs(rows=20, width=16, vocab=300, positions=37, dtype=torch.float):
 def small_chunks(monkeypatch):
     """Several chunks, tiles and groups at small sizes; the kernels also without a GPU."""
     if ON_GPU or INTERPRETED:
-        monkeypatch.setattr(kernels, "FORWARD_BYTES", 130 * 4 * 300)
-        monkeypatch.setattr(kernels, "TILE_BYTES", 4 * 128 * 20)
-        monkeypatch.setattr(kernels, "GROUP_BYTES", 4 * 128 * 13)
+        for budget in ("FORWARD_BYTES", "BACKWARD_BYTES"):
+            monkeypatch.setattr(kernels, budget, 4 * 128 * 24)
     if INTERPRETED:
         monkeypatch.setattr(logprob, "compact_logprob_op", Interpreted.apply)
 
@@ -141,12 +140,12 @@ def test_parts_match_reference(dtype):
 
 
 @needs_kernels
-@pytest.mark.parametrize("rows, positions", [(1, 37), (3, 0), (150, 25)])
+@pytest.mark.parametrize("rows, positions", [(1, 37), (3, 0), (9, 25), (16, 1)])
 def test_sizes_at_the_edges(rows, positions):
-    if rows == 150:  # more rows than a forward chunk
+    if rows == 9:  # no multiple of what the products want
         inputs = make_inputs(rows=rows, positions=positions)
     else:
-        inputs = make_inputs(rows=rows, vocab=5)
+        inputs = make_inputs(rows=rows, vocab=1 if positions == 1 else 5)
         inputs = (*inputs[:2], *(x[:positions].clone() for x in inputs[2:]))
     compare(compact_logprob, compact_logprob_reference, inputs, return_entropy=True)
 
@@ -203,14 +202,13 @@ def test_positions_are_summed_by_row_and_by_row_and_label():
 def test_scratch_stays_within_the_budget(monkeypatch):
     monkeypatch.undo()
     hidden = torch.empty(65536, 1536, dtype=torch.bfloat16, device="meta")
-    tile, group = kernels._tiles(65536, 157184, hidden)
-    assert (tile, group) == (2816, 13184)
-    assert 65536 * tile * 2 <= kernels.TILE_BYTES and group * tile * 4 <= kernels.GROUP_BYTES
-    step = kernels._even_step(65536, kernels.FORWARD_BYTES // (4 * 157184))
-    assert step == 1024
-    for rows in (1, 127, 2621, 300_000):
-        tile, group = kernels._tiles(rows, 157184, hidden)
-        assert tile % 128 == 0 and 1 <= group <= rows
+    for budget, item in ((kernels.FORWARD_BYTES, 4), (kernels.BACKWARD_BYTES, 2)):
+        for rows in (1, 127, 2621, 65536):
+            tile = kernels._tile(rows, 157184, budget // item, hidden)
+            assert tile % 128 == 0 and tile * rows * item <= budget
+            part, splits = kernels._parts(rows, tile)
+            assert part * (splits - 1) < tile <= part * splits
+    assert tile == 2816  # 22 x 6 blocks of 128 x 256: one wave of 132 multiprocessors
 
 
 @pytest.mark.gpu
