@@ -14,8 +14,9 @@ from torchtitan.config import ParallelismConfig, TrainingConfig
 from harts_titan import model_registry
 from harts_titan.data import RolloutDataLoader, TokenIds
 from harts_titan.loss import SupervisedFineTuning, dapo
+from harts_titan.metrics import HartsMetrics
 from harts_titan.parallelize import HartsSelectiveAC
-from harts_titan.trainer import HartsMetrics, HartsTrainer
+from harts_titan.trainer import HartsTrainer
 from planner import PlannerConfig
 
 
@@ -53,7 +54,7 @@ def _run(flavor: str, *, capacity: int, seq_len: int, lr: float, steps: int) -> 
         hf_assets_path=".",
         loss=dapo(),
         tokenizer=TokenIds.Config(vocab_size=vocab_size),
-        dataloader=RolloutDataLoader.Config(planner=PlannerConfig(capacity=capacity, share="tree")),
+        dataloader=RolloutDataLoader.Config(planner=PlannerConfig(capacity=capacity)),
         optimizer=_adamw(lr),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2, decay_ratio=0.0),
         training=TrainingConfig(
@@ -68,7 +69,7 @@ def _run(flavor: str, *, capacity: int, seq_len: int, lr: float, steps: int) -> 
 
 def harts_debug() -> HartsTrainer.Config:
     """A small model on synthetic rollout trees: 20 steps of about 5,000 compact rows on a CPU."""
-    config = _run("debug", capacity=8192, seq_len=2048, lr=1e-3, steps=20)
+    config = _run("debug", capacity=1536, seq_len=1536, lr=1e-3, steps=20)
     config.training.mixed_precision_param = "float32"
     config.debug.seed = 0
     config.activation_checkpoint = None
@@ -80,7 +81,7 @@ def harts_debug() -> HartsTrainer.Config:
 def harts_debug_expanded() -> HartsTrainer.Config:
     """The baseline of ``harts_debug``: every trajectory runs on its own, same code path."""
     config = harts_debug()
-    config.dataloader.planner = replace(config.dataloader.planner, share="none", capacity=65536)
+    config.dataloader.planner = replace(config.dataloader.planner, share="none", capacity=8192)
     return config
 
 

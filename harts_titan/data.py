@@ -14,7 +14,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger
 
 from harts_titan.batch import StepBatch, step_batch
-from harts_titan.loss import TargetMetadata, Totals
+from harts_titan.loss import Couples, TargetMetadata, Totals
 from planner import PlannerConfig, make_plan
 from planner.rollouts import Rollouts, read_rollouts, renumber_tokens
 
@@ -58,9 +58,9 @@ class SyntheticTrees:
 
     seed: int = 0
     """Seed of everything; a step depends on it and on its own number."""
-    prompts: int = 4
+    prompts: int = 2
     """Prompts of a step."""
-    branches: int = 4
+    branches: int = 8
     """Rollouts of a prompt."""
     turns: int = 8
     """Turns of a rollout, those before its fork included."""
@@ -190,6 +190,13 @@ def preference_pairs(rollouts: Rollouts) -> np.ndarray | None:
     return np.array(pairs, np.int64).reshape(-1, 2)
 
 
+def coupling_keys(rollouts: Rollouts, couples: Couples) -> np.ndarray | None:
+    """Return a key per trajectory ``int64[N]``, equal for coupled ones and -1 for free ones."""
+    if couples == "none":
+        return None
+    return rollouts.pair if couples == "pair" else rollouts.group
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTargets:
     """The targets of a whole step, from which each consumer takes its own."""
@@ -274,6 +281,11 @@ class RolloutDataLoader(BaseDataLoader):
         """How often the file is read."""
         vocabulary: Literal["exact", "dense"] = "exact"
         """dense renumbers token ids, so that a small debug model can train on any file."""
+        couples: Couples = "none"
+        """Trajectories that the planner keeps together where they fit; the trainer sets this to
+        what its objective couples."""
+        attention_blocks: tuple[int, int, int, int] = (128, 128, 128, 128)
+        """Block sizes of the attention block lists; the trainer sets them to the model's."""
         plan_ahead: bool = True
         """Plan the next step in a thread while the current one trains."""
         synthetic: SyntheticTrees = field(default_factory=SyntheticTrees)
@@ -347,10 +359,16 @@ class RolloutDataLoader(BaseDataLoader):
         rollouts, after = found
         targets = StepTargets.of(rollouts)
         start = time.perf_counter()
-        plan = make_plan(rollouts.token_ids, self.planner)
+        coupling = coupling_keys(rollouts, self.config.couples)
+        plan = make_plan(rollouts.token_ids, self.planner, coupling=coupling)
         planned = time.perf_counter()
         step = step_batch(
-            plan, rollouts.token_ids, rollouts.loss_mask, self.replica, metadata=targets.metadata
+            plan,
+            rollouts.token_ids,
+            rollouts.loss_mask,
+            self.replica,
+            attention_blocks=self.config.attention_blocks,
+            metadata=targets.metadata,
         )
         metrics = {
             **step.metrics,

@@ -2,8 +2,11 @@
 
 # Shape letters: T targets, L MoE layers, E experts.
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +14,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from harts_titan.batch import MicrobatchInput, StepBatch, WindowBatch
-from harts_titan.data import StepTargets
+from harts_titan.data import StepTargets, coupling_keys
+from harts_titan.kda import KDAInterface
 from harts_titan.loss import Couples, Objective
 from harts_titan.model import HartsModel, ModelInterface, ModelOutput
 from harts_titan.moe import BalanceScope
@@ -37,6 +41,35 @@ class RouterConfig:
     """Subtract from each update of the bias the mean of its layer's updates."""
 
 
+class Stopwatch:
+    """Adds up the time of spans on a device; only reading it waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.spans: list[tuple[Any, Any]] = []
+
+    def _now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @contextmanager
+    def span(self) -> Generator[None]:
+        """Time the body."""
+        start = self._now()
+        yield
+        self.spans.append((start, self._now()))
+
+    def seconds(self) -> float:
+        """Return the sum so far."""
+        if not self.cuda:
+            return sum(stop - start for start, stop in self.spans)
+        torch.cuda.synchronize()
+        return sum(start.elapsed_time(stop) for start, stop in self.spans) / 1000
+
+
 @dataclass(kw_only=True, slots=True)
 class StepSums:
     """What one replica added up over a step; tensors stay on the device."""
@@ -46,7 +79,10 @@ class StepSums:
     balance_loss: Tensor  # [] with its coefficient
     behaviour_gap: Tensor  # [] sum of |logprob - behaviour logprob|
     expert_counts: Tensor  # int64[L, E]
+    whole_time: Stopwatch  # the step without the optimizer
+    producer_time: Stopwatch  # of that, producers forward and backward
     behaviour_targets: int = 0  # targets in behaviour_gap
+    cache_bytes: int = 0  # largest interface of a window
 
     @classmethod
     def zeros(cls, model: HartsModel) -> "StepSums":
@@ -61,6 +97,8 @@ class StepSums:
             balance_loss=torch.zeros((), dtype=dtype, device=weight.device),
             behaviour_gap=torch.zeros((), dtype=dtype, device=weight.device),
             expert_counts=torch.stack(counts) if counts else empty,
+            whole_time=Stopwatch(weight.device),
+            producer_time=Stopwatch(weight.device),
         )
 
     @property
@@ -78,8 +116,13 @@ class StepSums:
 
 
 def run_window(
-    model: HartsModel, window: WindowBatch, consume: Consume, *, entropy: bool = False
-) -> None:
+    model: HartsModel,
+    window: WindowBatch,
+    consume: Consume,
+    *,
+    entropy: bool = False,
+    producer_time: Stopwatch | None = None,
+) -> int:
     """Run a window: its producer, each consumer forward and backward, the producer's backward.
 
     Consumers read the producer's interface as detached leaves, in which their gradients add up,
@@ -92,14 +135,19 @@ def run_window(
         consume: Called with each consumer's inputs and output; returns the scalar that the
             consumer adds to the step's loss, or None.
         entropy: Whether outputs need entropies.
+        producer_time: Measures the producer's forward and backward.
+    Returns:
+        Bytes of the producer's interface; 0 without a producer.
     """
     device = next(model.parameters()).device
+    clock = producer_time or Stopwatch(device)
     # Rows without a producer read leaves too: one compiled graph then serves all rows.
     interface, leaves = _detached(model.empty_interface())
     produced: list[Tensor] = []
     if window.producer is not None:
         producer = window.producer.to(device)
-        output = model(producer.token, producer, interface, producer=True)
+        with clock.span():
+            output = model(producer.token, producer, interface, producer=True)
         produced = pytree.tree_leaves(output.interface)
         interface, leaves = _detached(output.interface)
         del output
@@ -109,7 +157,7 @@ def run_window(
         if loss is not None and loss.requires_grad:
             loss.backward()
     if not produced:
-        return
+        return 0
     reached = [
         (root, leaf)
         for root, leaf in zip(produced, leaves, strict=True)
@@ -117,7 +165,9 @@ def run_window(
     ]
     if reached:
         roots = [root for root, _ in reached]
-        torch.autograd.backward(roots, [leaf.grad for _, leaf in reached])
+        with clock.span():
+            torch.autograd.backward(roots, [leaf.grad for _, leaf in reached])
+    return sum(tensor.nbytes for tensor in produced)
 
 
 def _detached(interface: ModelInterface) -> tuple[ModelInterface, list[Tensor]]:
@@ -151,9 +201,23 @@ def run_step(
     Returns:
         The replica's sums; over the replicas, their ``loss`` adds up to the step's loss.
     """
+    sums = StepSums.zeros(model)
+    with sums.whole_time.span():
+        _run_step(model, step, targets, objective, router, reduce, sums)
+    return sums
+
+
+def _run_step(
+    model: HartsModel,
+    step: StepBatch,
+    targets: StepTargets,
+    objective: Objective,
+    router: RouterConfig,
+    reduce: Reduce,
+    sums: StepSums,
+) -> None:
     coupled = CoupledObjective.of(model, step, targets, objective, reduce)
     set_balance_counts(model, step, reduce)
-    sums = StepSums.zeros(model)
     if coupled is not None:
         sums.objective += coupled.value
 
@@ -173,9 +237,39 @@ def run_step(
         return loss + z_loss + balance_loss
 
     for window in step.windows:
-        run_window(model, window, consume, entropy=objective.uses_entropy)
+        cache_bytes = run_window(
+            model,
+            window,
+            consume,
+            entropy=objective.uses_entropy,
+            producer_time=sums.producer_time,
+        )
+        sums.cache_bytes = max(sums.cache_bytes, cache_bytes)
     model.record_expert_counts(sums.expert_counts)
-    return sums
+
+
+def interface_bytes(model: HartsModel, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the bytes that a producer keeps of each row, and of each boundary it exports.
+
+    The few rows that replay and convolution taps read are not counted.
+
+    Args:
+        model: The decoder, on any device, meta included.
+        dtype: Dtype it computes in.
+    """
+    interface = model.empty_interface(dtype)
+    rows = [interface.hidden]
+    states: list[Tensor] = []
+    for layer in interface.layers:
+        if isinstance(layer.attention, KDAInterface):
+            states.append(layer.attention.states)
+        else:
+            rows += layer.attention
+        rows += layer.moe or ()
+    return (
+        sum(tensor[0].nbytes for tensor in rows),
+        sum(tensor[0].nbytes for tensor in states),
+    )
 
 
 def _targets(inputs: MicrobatchInput, output: ModelOutput) -> tuple[Tensor, Tensor | None]:
@@ -306,7 +400,7 @@ def splits_coupled(step: StepBatch, targets: StepTargets, couples: Couples) -> b
 
     The sets are those that the objective couples: pairs or groups.
     """
-    column = {"none": None, "pair": targets.rollouts.pair, "group": targets.rollouts.group}[couples]
+    column = coupling_keys(targets.rollouts, couples)
     if column is None:
         return False
     for window in step.windows:

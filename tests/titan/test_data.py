@@ -223,7 +223,7 @@ def test_synthetic_trees_are_seeded_and_of_the_stated_size() -> None:
     for step in range(5):
         rollouts = synthetic_rollouts(config, step, 4096)
         rows = len(plan_microbatch(rollouts.token_ids).token)
-        assert 4000 < rows < 7000
+        assert 3500 < rows < 7000
         assert sum(map(len, rollouts.token_ids)) > 5 * rows
         again = synthetic_rollouts(config, step, 4096)
         for a, b in zip(rollouts.token_ids, again.token_ids, strict=True):

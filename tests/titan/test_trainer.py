@@ -20,17 +20,12 @@ from harts_titan.batch import step_batch
 from harts_titan.config_registry import harts_debug
 from harts_titan.data import StepTargets
 from harts_titan.loss import SupervisedFineTuning
+from harts_titan.metrics import HartsMetrics, layout_metrics, tree_levels
 from harts_titan.parallelize import HartsSelectiveAC
 from harts_titan.train import set_launcher_environment
-from harts_titan.trainer import (
-    HartsMetrics,
-    HartsTrainer,
-    build_expert_bias_update,
-    layout_metrics,
-    tree_levels,
-)
+from harts_titan.trainer import HartsTrainer, build_expert_bias_update
 from harts_titan.window import RouterConfig, run_step
-from planner import PlannerConfig, make_plan
+from planner import Microbatch, PlannerConfig, Producer, StepPlan, Window, make_plan
 from planner.rollouts import Rollouts
 from tests.titan.small_models import LING, random_masks, random_model
 from tests.trees import random_trajectories
@@ -63,9 +58,9 @@ def small_config(tmp_path: Any, share: str = "tree", steps: int = 3) -> HartsTra
     config.training.steps = steps
     config.lr_scheduler.warmup_steps = 0
     trees = config.dataloader.synthetic
-    trees.prompts, trees.branches, trees.turns = 2, 2, 3
+    trees.prompts, trees.branches, trees.turns = 2, 4, 3
     trees.prompt_length, trees.turn_length = 40, 16
-    config.dataloader.planner = PlannerConfig(capacity=256, share=share)  # type: ignore[arg-type]
+    config.dataloader.planner = PlannerConfig(capacity=144, share=share)  # type: ignore[arg-type]
     return config
 
 
@@ -87,9 +82,10 @@ def test_sharing_changes_no_loss_and_runs_fewer_rows(
 ) -> None:
     with caplog.at_level(logging.INFO):
         tree = train(small_config(tmp_path))
-    assert "times fewer; replay" in caplog.text
+    assert "Sharing over 3 steps" in caplog.text
     expanded = train(small_config(tmp_path, share="none"))
-    for a, b in zip(tree, expanded, strict=True):
+    windows = train(small_config(tmp_path, share="windows"))
+    for a, b in [*zip(tree, expanded, strict=True), *zip(windows, expanded, strict=True)]:
         for name in ("loss_metrics/global_avg_loss", "grad_norm", "policy/behaviour_gap"):
             assert a[name] == pytest.approx(b[name], rel=2e-4, abs=2e-5), name
         assert a["experts/max_over_mean_load"] == b["experts/max_over_mean_load"]
@@ -98,6 +94,10 @@ def test_sharing_changes_no_loss_and_runs_fewer_rows(
         assert a["n_tokens_seen"] == b["n_tokens_seen"]
         assert a["sharing/replay(%)"] > 0 and b["sharing/rounds"] == 1
         assert a["sharing/levels"] > 1
+    for a, b in zip(windows, tree, strict=True):
+        assert a["windows/rows_saved"] == pytest.approx(b["sharing/rows"] - a["sharing/rows"])
+    assert max(a["windows/rows_saved"] for a in windows) > 0
+    assert max(a["windows/cache(MiB)"] for a in windows) > 0
 
 
 @pytest.mark.parametrize("policy", [FullAC.Config, HartsSelectiveAC.Config])
@@ -190,11 +190,50 @@ def test_layout_metrics_count_rows_rounds_and_levels() -> None:
     trunk = np.arange(1, 7)
     tokens = [np.append(trunk, [k] * 5) for k in (10, 11)]
     tokens += [np.append(tokens[0], [20] * 4), np.append(tokens[0], [21, 22])]
-    masks = [np.zeros(len(ids), bool) for ids in tokens]
+    masks = [np.arange(len(ids)) > 8 for ids in tokens]
     plan = make_plan(tokens, PlannerConfig(chunk_size=4, capacity=64, share="tree"))
+    assert layout_metrics(step_batch(plan, tokens, masks, 0).windows) == {
+        "rows": 22,
+        "replay_rows": 5,  # the children at 6 and at 11 that do not continue
+        "producer_rows": 0,
+        "cached_rows": 0,
+        "pairs": 6 * 7 / 2 + 2 * (7 + 8 + 9 + 10 + 11) + (12 + 13 + 14 + 15) + (12 + 13),
+        "target_rows": 9,  # positions 8 and 9 of two branches, 10..13 and 10 after the fork
+        "rounds": 2,
+        "levels": 3,
+    }
+
+
+def test_layout_metrics_count_what_windows_save() -> None:
+    tokens = [np.append(np.arange(1, 9), [k] * 3) for k in range(20, 24)]
+    masks = [np.zeros(len(ids), bool) for ids in tokens]
+    plan = StepPlan(
+        config=PlannerConfig(chunk_size=4, share="windows"),
+        replicas=(tuple(Microbatch(trajectories=np.array(ids)) for ids in ([0, 1], [2, 3])),),
+        windows=(
+            Window(
+                first=0,
+                last=2,
+                producers=(Producer(trajectory=np.array([0]), prefix_length=np.array([8])),),
+            ),
+        ),
+        metrics={},
+    )
     metrics = layout_metrics(step_batch(plan, tokens, masks, 0).windows)
-    # One child continues at each fork, so both others start in round 2 and replay 2 and 3 rows.
-    assert metrics == {"rows": 22, "replay_rows": 5, "rounds": 2, "levels": 3}
+    assert (metrics["rows"], metrics["producer_rows"], metrics["cached_rows"]) == (20, 8, 16)
+
+
+def test_flops_follow_the_rows_that_ran(process: None, tmp_path: Any) -> None:
+    trainer = small_config(tmp_path, steps=1).build()
+    (model,) = trainer.model_parts
+    costs = trainer.metrics_processor.flops
+    assert costs.target_row == 6 * LING.dim * 61
+    # Two layers of full attention with 2 heads of 12 and 6 dimensions, 6 operations each.
+    assert costs.pair == 2 * 6 * 2 * (12 + 6)
+    counts = {"rows": 10.0, "pairs": 30.0, "target_rows": 4.0}
+    _, nominal = model.config.get_nparams_and_flops(model, 3)
+    assert costs.total(counts) == 10 * nominal - 6 * costs.target_row
+    trainer.close()
 
 
 def test_levels_count_forks_on_a_path() -> None:
