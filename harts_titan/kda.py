@@ -59,7 +59,7 @@ class LowRankLinear(Module):
 
 
 class Decay(Module):
-    """The decay's own parameters; a module, so that they can be kept in float32."""
+    """The decay's own parameters; a module, so that FSDP can keep them in float32 too."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -70,8 +70,9 @@ class Decay(Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.A_log = nn.Parameter(torch.empty(config.num_heads))
-        self.dt_bias = nn.Parameter(torch.empty(config.num_heads * config.head_dim))
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        self.A_log = nn.Parameter(torch.empty(config.num_heads, dtype=dtype))
+        self.dt_bias = nn.Parameter(torch.empty(config.num_heads * config.head_dim, dtype=dtype))
 
     def forward(self) -> tuple[Tensor, Tensor]:
         return self.A_log, self.dt_bias

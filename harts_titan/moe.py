@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.module import Module
 
@@ -145,7 +146,24 @@ def _backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     return *grouped_linear_backward(grad, x, weight, offsets), None
 
 
+def _refuse(ctx, *grads: Tensor) -> None:
+    raise NotImplementedError("grouped_linear has no second derivative")
+
+
 grouped_linear.register_autograd(_backward, setup_context=_save_for_backward)
+grouped_linear_backward.register_autograd(_refuse)
+
+
+@register_flop_formula(torch.ops.harts_titan.grouped_linear)
+def _(x_shape, weight_shape, *args, **kwargs) -> int:
+    """One product a row, whichever its group."""
+    return 2 * x_shape[0] * weight_shape[1] * weight_shape[2]
+
+
+@register_flop_formula(torch.ops.harts_titan.grouped_linear_backward)
+def _(grad_shape, x_shape, weight_shape, *args, **kwargs) -> int:
+    """One product for each gradient."""
+    return 4 * x_shape[0] * weight_shape[1] * weight_shape[2]
 
 
 class GroupedExperts(Module):
@@ -205,7 +223,9 @@ class Router(Module):
                 "num_groups must divide num_experts into groups of at least 2, got "
                 f"{config.num_experts} experts in {config.num_groups} groups"
             )
-        self.gate = config.gate.build()
+        # Small, and too sensitive for bfloat16 parameters.
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        self.gate = config.gate.build().to(dtype)
         self.config = config
 
     def forward(self, hidden_RD: Tensor, bias_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -132,6 +132,25 @@ def test_padding_rows_change_nothing(numbers):
     torch.testing.assert_close(results[1], results[0], rtol=1e-11, atol=1e-11)
 
 
+def test_routers_and_decays_are_kept_in_float32():
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model, inputs = decoder_config(LING).build(), make_input()
+        with torch.no_grad():
+            model.init_states()
+        output = model(inputs.token, inputs, model.empty_interface())
+        output.logprob.sum().backward()
+    finally:
+        torch.set_default_dtype(default)
+    kept = {name for name, value in model.named_parameters() if value.dtype == torch.float32}
+    suffixes = ("router.gate.weight", "decay.A_log", "decay.dt_bias")
+    assert kept == {name for name, _ in model.named_parameters() if name.endswith(suffixes)}
+    assert output.hidden.dtype == torch.bfloat16
+    for name, value in model.named_parameters():
+        assert value.grad is not None and value.grad.dtype == value.dtype, name
+
+
 def test_bfloat16_is_close_to_float64_and_routes_in_float32():
     numbers = replace(LING, num_layers=2, full_attention=(1,))
     exact, inputs = random_model(numbers), make_input()

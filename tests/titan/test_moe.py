@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch.library import opcheck
+from torch.utils.flop_counter import FlopCounterMode
 
 from harts_titan import decoder_config, model_numbers
 from harts_titan.moe import (
@@ -44,6 +45,18 @@ def test_each_group_is_multiplied_by_its_own_matrix(sizes, tail):
     assert torch.autograd.gradcheck(lambda a, b: grouped_linear(a, b, offsets), (x, weight))
     opcheck(grouped_linear, (x, weight, offsets))
     opcheck(grouped_linear_backward, (torch.randn_like(want), x.detach(), weight.detach(), offsets))
+
+
+def test_grouped_products_count_their_flops_and_refuse_a_second_derivative():
+    x, weight, offsets = make_groups([2, 3])
+    with FlopCounterMode(display=False) as counter:
+        grouped_linear(x, weight, offsets).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 5 * 3 * 5
+    (grad,) = torch.autograd.grad(
+        grouped_linear(x, weight, offsets).square().sum(), x, create_graph=True
+    )
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        grad.sum().backward()
 
 
 @pytest.mark.parametrize("num_groups", [1, 4])
