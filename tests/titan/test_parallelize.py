@@ -13,7 +13,13 @@ from torchtitan.config import CompileConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from harts_titan import decoder_config, model_numbers
-from harts_titan.batch import MicrobatchInput
+from harts_titan.batch import (
+    MicrobatchInput,
+    WindowBatch,
+    microbatch_input,
+    position_labels,
+    producer_input,
+)
 from harts_titan.model import HartsModel, ModelOutput
 from harts_titan.parallelize import (
     HartsSelectiveAC,
@@ -21,6 +27,8 @@ from harts_titan.parallelize import (
     parallelize_harts,
     prepare_compile,
 )
+from harts_titan.window import run_window
+from planner import plan_window
 from tests.titan.small_models import (
     LING,
     assert_gradients_equal,
@@ -29,7 +37,7 @@ from tests.titan.small_models import (
     random_masks,
     random_model,
 )
-from tests.trees import random_trajectories
+from tests.trees import random_cached_prefixes, random_trajectories
 
 # One block of linear attention with a dense layer, one of full attention with experts.
 TWO_LAYERS = replace(LING, num_layers=2, full_attention=(1,), expert_limits=(), shared_limits=())
@@ -124,6 +132,38 @@ def test_compiled_blocks_need_one_graph_a_kind(policy):
     for seed in range(20):
         assert_same_step(model, eager, random_inputs(seed), 1e-10)
     assert backend.graphs == 2
+
+
+def random_window(seed: int) -> WindowBatch:
+    rng = np.random.default_rng(seed)
+    trajectories = random_trajectories(rng, num_trajectories=int(rng.integers(4, 12)))
+    half = len(trajectories) // 2
+    members = [trajectories[:half], trajectories[half:]]
+    cached = [random_cached_prefixes(rng, consumer) for consumer in members]
+    producer, layouts = plan_window(members, cached, chunk_size=4, align=2)
+    consumers = []
+    for layout, consumer in zip(layouts, members, strict=True):
+        labels = position_labels(consumer, random_masks(rng, consumer))
+        index = np.arange(len(consumer))
+        consumers.append(microbatch_input(layout, labels, trajectories=index))
+    return WindowBatch(
+        producer=None if producer is None else producer_input(producer), consumers=tuple(consumers)
+    )
+
+
+def test_producers_and_consumers_share_two_graphs_a_kind():
+    def consume(inputs, output):
+        return output.logprob.sum() + output.statistics.z_sum + output.statistics.balance_sum
+
+    model, eager, backend = random_model(TWO_LAYERS), random_model(TWO_LAYERS), CountingBackend()
+    compile_blocks(model, backend=backend)
+    for seed in range(10):
+        window = random_window(seed)
+        run_window(model, window, consume)
+        run_window(eager, window, consume)
+        assert_gradients_equal(gradients(model), gradients(eager))
+    # The interface of rows without a producer wants no gradient, a producer's does.
+    assert backend.graphs <= 4
 
 
 def test_inductor_gives_the_same_results():
