@@ -2,6 +2,7 @@
 
 import json
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
@@ -15,6 +16,7 @@ Row = tuple[int, Mapping[str, Any]]
 PerToken = tuple[np.ndarray, ...]
 REQUIRED = ("token_ids", "loss_mask", "advantage")
 NO_GROUP = -1  # group or pair of a trajectory that has none
+_BROKEN_ZIP = (zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +67,7 @@ def read_rollouts(
     strings; strings are numbered by first appearance.
 
     Args:
-        limit: Read only the first rows.
+        limit: Read only the first rows, at least one.
         required: Columns that must be there. Without a required ``loss_mask``, a file that has
             none counts every token but the first as a target.
     Raises:
@@ -73,12 +75,14 @@ def read_rollouts(
             row (from 0) and field.
     """
     path = Path(path)
+    if limit is not None and limit < 1:
+        raise ValueError(f"{path}: limit must be at least 1, or None for all rows, got {limit}")
     readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows, ".npz": _npz_rows}
     if path.suffix not in readers:
         raise ValueError(f"{path}: needed a file named {', '.join(readers)}, got {path.suffix!r}")
     try:
         return _collect(str(path), readers[path.suffix](path), limit, required)
-    except (OSError, UnicodeDecodeError, zipfile.BadZipFile, EOFError) as error:
+    except (OSError, RuntimeError, UnicodeDecodeError, EOFError, *_BROKEN_ZIP) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from error
 
 
@@ -104,7 +108,9 @@ def _array(value: Any, kinds: str, what: str) -> np.ndarray:
         array = np.asarray(value)
     except ValueError as error:
         raise _FieldError(f"needed {what}, got ragged lists") from error
-    if array.dtype.kind not in kinds:
+    # NumPy would read true among numbers as 1.
+    mixed = isinstance(value, list) and "b" not in kinds and bool in map(type, value)
+    if mixed or array.dtype.kind not in kinds:
         raise _FieldError(f"needed {what}, got {_shown(value)}")
     return array
 
@@ -125,7 +131,7 @@ def _token_ids(value: Any) -> np.ndarray:
 
 
 def _loss_mask(value: Any, length: int) -> np.ndarray:
-    mask = _one_per_token(_array(value, "biu", "a list of booleans or of 0 and 1"), length)
+    mask = _flat(_one_per_token(_array(value, "biu", "a list of booleans or of 0 and 1"), length))
     if mask.dtype.kind != "b" and ((mask < 0) | (mask > 1)).any():
         raise _FieldError("needed booleans, or 0 and 1")
     if mask[0]:
@@ -166,29 +172,42 @@ def _logprobs(value: Any, length: int, mask: np.ndarray) -> np.ndarray:
 
 def _routed_experts(value: Any, length: int) -> np.ndarray:
     experts = _one_per_token(_array(value, "iu", "integers [tokens, layers, experts]"), length)
-    if experts.ndim != 3 or experts.min(initial=0) < 0:
-        raise _FieldError(f"needed ids >= 0 [tokens, layers, experts], got shape {experts.shape}")
+    if experts.ndim != 3:
+        raise _FieldError(f"needed ids [tokens, layers, experts], got shape {experts.shape}")
+    least, most = experts.min(initial=0), experts.max(initial=0)
+    if least < 0 or most > np.iinfo(np.int32).max:
+        raise _FieldError(f"needed ids >= 0, < 2**31, got {least if least < 0 else most}")
     return experts.astype(np.int32, copy=False)
 
 
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise _FieldError(f"needed a number, got {_shown(value)}")
-    if not np.isfinite(value):
-        raise _FieldError(f"must be finite, got {value}")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = np.inf
+    if not np.isfinite(number):
+        raise _FieldError(f"must be finite, got {_shown(value)}")
+    return number
 
 
 def _version(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise _FieldError(f"needed an integer, got {_shown(value)}")
+    if not -(2**63) <= int(value) < 2**63:
+        raise _FieldError(f"must be in [-2**63, 2**63), got {_shown(value)}")
     return int(value)
 
 
 def _label(value: Any) -> int | str:
     if value is None:
         return NO_GROUP
-    return value if isinstance(value, str) else _version(value)
+    if isinstance(value, str):
+        return value
+    if (number := _version(value)) < NO_GROUP:
+        raise _FieldError(f"needed a string, an integer >= 0, or null for none, got {number}")
+    return number
 
 
 _ONE_PER_TRAJECTORY: dict[str, Callable[[Any], Any]] = {
@@ -288,7 +307,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
                 continue
             try:
                 values = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:  # also integers of too many digits
                 raise ValueError(f"{path}, row {number}: not JSON: {error}") from error
             if not isinstance(values, dict):
                 raise ValueError(f"{path}, row {number}: needed an object, got {_shown(values)}")
@@ -379,16 +398,27 @@ def _checked_trie(
     path: Path, data: Mapping[str, np.ndarray]
 ) -> tuple[list[int], list[int], list[int]]:
     """Return parent, token pointers and end position of each segment."""
+    for name in _NPZ_NEEDED:
+        array, shape = data[name], ("n", 2) if name == "spans" else ("n",)
+        if array.dtype.kind not in "iu" or array.ndim != len(shape) or array.shape[1:] != shape[1:]:
+            raise ValueError(
+                f"{path}: {name} needed integers [{', '.join(map(str, shape))}], "
+                f"got {array.dtype} {list(array.shape)}"
+            )
     parent, ptr = data["seg_parent"], data["seg_ptr"].astype(np.int64)
     start = data["seg_start"].astype(np.int64)
     count, samples = len(parent), len(data["sample_seg"])
     sizes = {"seg_ptr": count + 1, "seg_start": count, "span_ptr": samples + 1}
     sizes |= dict.fromkeys(("sample_len", "task", "reward", "advantage"), samples)
     for name, size in sizes.items():
-        if name in data and len(data[name]) != size:
-            raise ValueError(f"{path}: {name} needed {size} entries, got {len(data[name])}")
+        if name in data and data[name].shape[:1] != (size,):
+            got = len(data[name]) if data[name].ndim else "one number"
+            raise ValueError(f"{path}: {name} needed {size} entries, got {got}")
     if (np.diff(ptr) <= 0).any() or ptr[0] != 0 or ptr[-1] != len(data["seg_tokens"]):
         raise ValueError(f"{path}: seg_ptr does not divide seg_tokens into segments")
+    span_ptr = data["span_ptr"].astype(np.int64)
+    if (np.diff(span_ptr) < 0).any() or span_ptr[0] != 0 or span_ptr[-1] != len(data["spans"]):
+        raise ValueError(f"{path}: span_ptr does not divide spans among {samples} samples")
     if ((parent < -1) | (parent >= np.arange(count))).any():
         raise ValueError(f"{path}: seg_parent must name an earlier segment, or -1")
     end = start + np.diff(ptr)

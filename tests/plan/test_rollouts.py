@@ -110,29 +110,40 @@ WRONG = [
     ("token_ids", [True, False, True], "integers"),
     ("token_ids", [1, -2, 3], "-2"),
     ("token_ids", [1, 2**31, 3], str(2**31)),
+    ("token_ids", [1, 10**30, 3], "integers"),
+    ("token_ids", [1, True, 3], "integers"),
     ("token_ids", [[1], [2], [3]], "flat"),
     ("token_ids", None, "None"),
     ("loss_mask", [False, True], "one entry per token, 3, got 2"),
     ("loss_mask", [True, True, True], "first token"),
     ("loss_mask", [0, 2, 0], "0 and 1"),
     ("loss_mask", [0.0, 1.0, 0.0], "booleans"),
+    ("loss_mask", [[False], [True], [True]], "flat"),
+    ("loss_mask", [[False, False], [True, True], [True, True]], "flat"),
     ("advantage", float("nan"), "finite"),
     ("advantage", [0.0, float("nan"), 0.0], "at token 1"),
     ("advantage", [0.0, float("inf"), 0.0], "finite"),
     ("advantage", [0.0, 1.0], "one entry per token"),
     ("advantage", "high", "number"),
+    ("advantage", [0.0, True, 1.0], "number"),
+    pytest.param("advantage", 10**400, "number", id="huge advantage"),
     ("logprobs", [0.0, None, -1.0], "at token 1"),
     ("logprobs", [0.0, -1.0], "one entry per token"),
     ("ref_logprobs", [0.0, -1.0, float("-inf")], "at token 2"),
     ("reward", float("nan"), "finite"),
     ("reward", "good", "number"),
     ("reward", True, "number"),
+    pytest.param("reward", 10**400, "finite", id="huge reward"),
     ("weight", None, "number"),
     ("group", 1.5, "integer"),
+    ("group", -2, "integer >= 0"),
+    ("group", 2**63, "2**63"),
     ("policy_version", 1.5, "integer"),
+    ("policy_version", 2**63, "2**63"),
     ("routed_experts", [[1, 2], [1, 2], [1, 2]], "layers"),
     ("routed_experts", [[[1]], [[2]]], "one entry per token"),
     ("routed_experts", [[[-1]], [[2]], [[3]]], ">= 0"),
+    ("routed_experts", [[[2**31]], [[2]], [[3]]], "< 2**31"),
 ]
 
 
@@ -209,6 +220,20 @@ def test_a_line_that_is_no_object_is_refused(tmp_path):
         read_rollouts(path)
 
 
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 100_000], ids=["digits", "depth"])
+def test_json_that_python_cannot_hold_is_refused_by_row(tmp_path, value):
+    path = tmp_path / "r.jsonl"
+    path.write_text(json.dumps(GOOD) + '\n{"token_ids": ' + value + "\n")
+    with pytest.raises(ValueError, match=r"r\.jsonl, row 1: not JSON"):
+        read_rollouts(path)
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_of_no_rows_is_refused(tmp_path, limit):
+    with pytest.raises(ValueError, match=rf"r\.jsonl: limit must be at least 1.*got {limit}"):
+        read_rollouts(write_jsonl(tmp_path / "r.jsonl", GOOD), limit=limit)
+
+
 def test_an_unknown_kind_of_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"\.jsonl, \.parquet, \.npz"):
         read_rollouts(tmp_path / "rollouts.csv")
@@ -246,6 +271,13 @@ def test_sets_expand_to_the_prefixes_of_their_trie():
         ({"spans": [[1, 9]]}, "row 0, spans"),
         ({"advantage": [np.nan]}, "row 0, advantage"),
         ({"advantage": [1.0, 2.0]}, "advantage needed 1 entries, got 2"),
+        ({"advantage": 1.0}, "advantage needed 1 entries, got one number"),
+        ({"seg_ptr": [0.0, 2.0, 3.0]}, "seg_ptr needed integers"),
+        ({"seg_parent": 0}, "seg_parent needed integers [n]"),
+        ({"sample_seg": [1.0]}, "sample_seg needed integers"),
+        ({"spans": [[2, 3, 3]]}, "spans needed integers [n, 2], got int64 [1, 3]"),
+        ({"span_ptr": [0, 2]}, "span_ptr does not divide spans"),
+        ({"span_ptr": [1, 1]}, "span_ptr does not divide spans"),
         ({"colour": [1]}, "unknown array 'colour'"),
         ({"spans": None}, "array spans is missing"),
         ({"meta": np.array([{}], object)}, "cannot be read"),
@@ -264,6 +296,16 @@ def test_a_broken_set_is_refused(tmp_path, change, reason):
     np.savez(path, **{name: value for name, value in changed.items() if value is not None})
     with pytest.raises(ValueError, match=rf"set\.npz.*{re.escape(reason)}"):
         read_rollouts(path)
+
+
+def test_a_damaged_set_is_refused_by_name(tmp_path):
+    path = tmp_path / "set.npz"
+    np.savez_compressed(path, seg_tokens=np.arange(1000))
+    content = bytearray(path.read_bytes())
+    for at, byte in ((4, 99), (8, 99), (80, content[80] ^ 255)):  # version, method, data
+        path.write_bytes(bytes([*content[:at], byte, *content[at + 1 :]]))
+        with pytest.raises(ValueError, match=r"set\.npz"):
+            read_rollouts(path)
 
 
 def test_renumbering_keeps_every_fork(tmp_path):
