@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.plan import CostConfig, PlannerConfig
+from planner.plan import CostConfig, InterfaceConfig, PlannerConfig
 from planner.prefix import SortedBatch, compact_size, prefix_new_tokens, select_lcp
 
 if TYPE_CHECKING:
@@ -18,6 +18,49 @@ if TYPE_CHECKING:
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
+
+
+def _costs(pairs_per_row: float, head: float, replay: float) -> CostConfig:
+    """Costs in forward rows; a backward takes two forwards."""
+    return CostConfig(
+        forward_row=1.0,
+        forward_pair=1.0 / pairs_per_row,
+        backward_row=2.0,
+        backward_pair=2.0 / pairs_per_row,
+        replay_row=replay,
+        head_row=head,
+    )
+
+
+# Multiply-adds of a row without full attention over those of a query-key pair (all MLA layers);
+# the head runs forward, again in backward, and twice for its gradients. A fit replaces these.
+MODELS: dict[str, tuple[CostConfig, InterfaceConfig]] = {
+    "ling3_tiny": (
+        _costs(29_000, head=1.0, replay=0.12),
+        InterfaceConfig(row_bytes=21_760, state_bytes=18_874_368),
+    ),
+    "ling3_flash": (
+        _costs(67_500, head=0.33, replay=0.09),
+        InterfaceConfig(row_bytes=95_104, state_bytes=73_400_320),
+    ),
+    "kimi_linear_48b": (
+        _costs(39_200, head=0.54, replay=0.09),
+        InterfaceConfig(row_bytes=39_296, state_bytes=41_943_040),
+    ),
+}
+
+
+def model_config(config: PlannerConfig, model: str) -> PlannerConfig:
+    """Return a configuration with a model's costs and interface sizes.
+
+    Raises:
+        ValueError: No such model.
+    """
+    if model not in MODELS:
+        raise ValueError(f"model must be one of {', '.join(MODELS)}, got {model!r}")
+    cost, sizes = MODELS[model]
+    interface = replace(config.interface, row_bytes=sizes.row_bytes, state_bytes=sizes.state_bytes)
+    return replace(config, cost=cost, interface=interface)
 
 
 def new_tokens(length: IntArray, lcp: IntArray, cached: IntArray) -> IntArray:
@@ -122,14 +165,14 @@ def producer_work(batch: SortedBatch, placement: Placement, cost: CostConfig) ->
     return _work(views, cost)
 
 
-def slot_table(placement: Placement, value: NDArray, dp: int) -> NDArray:
+def slot_table(placement: Placement, value: NDArray[Any], dp: int) -> NDArray[Any]:
     """Arrange a value per consumer as ``[dp, slots]``."""
     table = np.zeros((dp, len(value) // dp), value.dtype)
     table[placement.replica, placement.slot] = value
     return table
 
 
-def plan_time(consumers: FloatArray, producers: FloatArray) -> float:
+def plan_time(consumers: NDArray[Any], producers: NDArray[Any]) -> float:
     """Return the sum over slots and windows of the slowest replica: ``Phi`` for one direction.
 
     Args:
@@ -187,6 +230,7 @@ def plan_metrics(
         "fill": float(layout.rows.sum() / (len(places) * config.capacity)),
         "windows": len(placement.windows),
         "producer_rows": int(made.max(initial=0)),
+        "producer_bytes": int(placement.bytes.max(initial=0)),
         **_shape_metrics(placement.shape, all_rows),
     }
 
@@ -205,7 +249,7 @@ def _shape_metrics(shape: IntArray, rows: int) -> dict[str, float]:
     }
 
 
-def balances(consumers: NDArray, producers: NDArray) -> FloatArray:
+def balances(consumers: NDArray[Any], producers: NDArray[Any]) -> FloatArray:
     """Return mean over maximum of every slot and producer of a window that has work."""
     both = np.concatenate([consumers.T, producers])
     both = both[both.max(axis=1) > 0]

@@ -251,7 +251,9 @@ def _best_group(path, depth, end, count, work, used, alive, length, capacity, sh
             if fit > capacity or work[group] == 0:
                 continue
             first = shared if share_most else 0
-            if first > best_shared or (first == best_shared and fit > best_fit):
+            if first == best_shared and fit == best_fit:
+                best = min(best, group)
+            elif first > best_shared or (first == best_shared and fit > best_fit):
                 best, best_fit, best_shared = group, fit, first
         living = kept
         if step < depth:

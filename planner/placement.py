@@ -49,6 +49,7 @@ class Placement:
     windows: IntArray  # [W, 2] slots first..last (exclusive)
     producers: tuple[tuple[Prefixes | None, ...], ...]  # [W][dp]
     shape: IntArray  # [K + W * dp, 4] rounds, levels, segments, replay rows of every pass
+    bytes: IntArray  # [W * dp] what each producer keeps
 
 
 def place(batch: SortedBatch, groups: Partition, config: PlannerConfig) -> Placement:
@@ -133,8 +134,21 @@ def _place_without_producers(
         slot=slot,
         windows=windows,
         producers=((None,) * config.dp,) * slots,
-        shape=np.zeros((0, 4), np.int64),
+        shape=_describe(batch, groups, config),
+        bytes=np.zeros(slots * config.dp, np.int64),
     )
+
+
+def _describe(batch: SortedBatch, groups: Partition, config: PlannerConfig) -> IntArray:
+    """Return rounds, levels, segments and replay rows of microbatches that share nothing."""
+    from planner.kernels import forest_shape, merge_prefixes
+
+    shapes = []
+    for places in members_of(groups.group, groups.num_groups):
+        spans = merge_prefixes(batch.length[places], select_lcp(batch.lcp, places))
+        own = np.ones(len(spans.parent), np.uint8)
+        shapes.append(forest_shape(spans.parent, spans.start, spans.end, own, config.chunk_size))
+    return np.array(shapes, np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,10 +205,10 @@ class _Searched:
     """A block after the search."""
 
     block: _Block
-    items: Items
     group: IntArray  # [n]
     state: Consumers
     shape: IntArray  # [K + C, 4]
+    bytes: IntArray  # [C]
 
 
 def _place_block(block: _Block, config: PlannerConfig, start: int) -> _Searched:
@@ -218,7 +232,13 @@ def _place_block(block: _Block, config: PlannerConfig, start: int) -> _Searched:
     _fit(state, block, config)
     spans = block.spans
     shape = describe_passes(state, spans.start, spans.end, config.chunk_size)
-    return _Searched(block=block, items=items, group=group[block.item], state=state, shape=shape)
+    return _Searched(
+        block=block,
+        group=group[block.item],
+        state=state,
+        shape=shape,
+        bytes=_producer_bytes(state, block, config),
+    )
 
 
 def _items(block: _Block) -> Items:
@@ -316,16 +336,13 @@ def _producer_rows(config: PlannerConfig) -> int:
     return min(rows, interface.bytes // config.search.live_producers // max(1, interface.row_bytes))
 
 
-def producer_bytes(rows: IntArray, states: IntArray, config: PlannerConfig) -> IntArray:
+def _producer_bytes(state: Consumers, block: _Block, config: PlannerConfig) -> IntArray:
     """Return what each producer keeps for its consumers: rows and boundary states of all layers."""
-    return rows * config.interface.row_bytes + states * config.interface.state_bytes
-
-
-def _count_states(state: Consumers, block: _Block, chunk: int) -> IntArray:
     from planner.depths import boundary_states
 
-    asked = boundary_states(state, block.spans.start, chunk)
-    return np.bincount(np.unique(asked, axis=0)[:, 0], minlength=len(state.window))
+    asked = boundary_states(state, block.spans.start, config.chunk_size)
+    states = np.bincount(np.unique(asked, axis=0)[:, 0], minlength=len(state.window))
+    return state.producer[:, 0] * config.interface.row_bytes + states * config.interface.state_bytes
 
 
 def _fit(state: Consumers, block: _Block, config: PlannerConfig) -> None:
@@ -339,9 +356,7 @@ def _fit(state: Consumers, block: _Block, config: PlannerConfig) -> None:
         return
     most = config.interface.bytes // config.search.live_producers
     while True:
-        states = _count_states(state, block, config.chunk_size)
-        size = producer_bytes(state.producer[:, 0], states, config)
-        over = np.flatnonzero(size > most)
+        over = np.flatnonzero(_producer_bytes(state, block, config) > most)
         if not len(over):
             return
         for cell in over:
@@ -368,6 +383,7 @@ def _assemble(batch: SortedBatch, searched: list[_Searched], config: PlannerConf
     producers: list[tuple[Prefixes | None, ...]] = []
     passes: list[IntArray] = []
     producer_passes: list[IntArray] = []
+    size: list[IntArray] = []
     total = np.zeros(config.dp, np.int64)
     first_slot = first_consumer = 0
     for one in searched:
@@ -387,6 +403,7 @@ def _assemble(batch: SortedBatch, searched: list[_Searched], config: PlannerConf
             cells = cells[np.argsort(of_cell[cells], kind="stable")]
             producers.append(tuple(_prefixes(one, int(c), batch) for c in cells))
             producer_passes.append(one.shape[len(state.cell) + cells])
+            size.append(one.bytes[cells])
         at = np.zeros(len(state.cell), np.int64)
         for cell, width in enumerate(state.width):
             at[state.rank[cell, :width]] = first_of[state.window[cell]] + np.arange(width)
@@ -400,6 +417,7 @@ def _assemble(batch: SortedBatch, searched: list[_Searched], config: PlannerConf
         windows=np.array(windows, np.int64),
         producers=tuple(producers),
         shape=np.concatenate(passes + producer_passes),
+        bytes=np.concatenate(size),
     )
 
 

@@ -51,8 +51,8 @@ class CostConfig:
     forward_pair: float = 1.0 / 29_000  # a query-key pair of full attention
     backward_row: float = 2.0
     backward_pair: float = 2.0 / 29_000
-    replay_row: float = 0.05  # a row replayed by linear attention, forward and backward
-    head_row: float = 0.7  # a row of the LM head, forward and backward
+    replay_row: float = 0.12  # a row replayed by linear attention, forward and backward
+    head_row: float = 1.0  # a row of the LM head, forward and backward
     step: float = 0.0  # optimizer and whatever else does not depend on the rollouts
 
     def __post_init__(self) -> None:
