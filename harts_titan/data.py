@@ -251,6 +251,12 @@ class StepTargets:
             pairs=self._pairs_within(trajectories),
         )
 
+    def places(self, trajectories: np.ndarray) -> Tensor:
+        """Return where some trajectories' targets stand among all of the step, ``int64[T]``."""
+        first = np.cumsum([0, *(len(position) for position in self.positions)])
+        ranges = [np.arange(first[i], first[i + 1]) for i in trajectories]
+        return torch.from_numpy(np.concatenate(ranges))
+
     def _pairs_within(self, trajectories: np.ndarray) -> Tensor | None:
         if self.pairs is None:
             return None

@@ -15,7 +15,7 @@ from torchtitan.tools.logging import logger
 
 from harts_titan.batch import MicrobatchInput, StepBatch, WindowBatch
 from harts_titan.model import HartsModel
-from harts_titan.window import StepSums
+from harts_titan.step import StepSums
 
 # Of a replica's layouts: what adds up over steps, and what does not.
 _COUNTS = ("rows", "replay_rows", "producer_rows", "cached_rows", "pairs", "target_rows")

@@ -18,7 +18,8 @@ from harts_titan.kda import DeltaAttention
 from harts_titan.loss import Objective, PolicyGradient
 from harts_titan.metrics import FlopCosts, HartsMetrics, sum_over_replicas
 from harts_titan.model import HartsModel
-from harts_titan.window import RouterConfig, interface_bytes, run_step
+from harts_titan.step import RouterConfig, run_step
+from harts_titan.window import interface_bytes
 
 
 def build_expert_bias_update(
@@ -81,7 +82,11 @@ class HartsTrainer(Trainer):
         (model,) = self.model_parts
         assert isinstance(model, HartsModel)
         self.metrics_processor.flops = FlopCosts.of(model.config, model)
-        router = config.router
+        router, interface = config.router, self.config.dataloader.planner.interface
+        logger.info(
+            f"A producer keeps {interface.row_bytes:,} bytes of a row and "
+            f"{interface.state_bytes:,} bytes of a boundary that a consumer starts from"
+        )
         if router.balance_scope == "microbatch" and router.balance_coefficient:
             logger.warning(
                 "router.balance_scope=microbatch: the balance loss depends on which trajectories "

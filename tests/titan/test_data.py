@@ -174,6 +174,29 @@ def test_wrong_pairs_are_refused(reward: list[int], pair: list[int], message: st
         preference_pairs(replace(rollouts, reward=None))
 
 
+def test_coupled_trajectories_stay_in_one_consumer(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    rng = np.random.default_rng(0)
+    rows = [
+        {
+            "token_ids": rng.integers(0, 16, 12).tolist(),
+            "loss_mask": [0] + [1] * 11,
+            "reward": k,
+            "pair": f"question {k % 6}",
+        }
+        for k in range(12)
+    ]
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    loader = make_loader(str(file), capacity=32, couples="pair")
+    ((inputs, _),) = loader
+    consumers = [c for window in inputs["input"].windows for c in window.consumers]
+    assert len(consumers) > 3
+    for consumer in consumers:
+        members = set(consumer.trajectories.tolist())
+        assert {(i + 6) % 12 for i in members} == members
+        assert len(consumer.metadata.pairs) == len(members) / 2
+
+
 def test_a_dense_vocabulary_keeps_every_fork() -> None:
     tokens = (np.array([7, 900, 3]), np.array([7, 900, 12]), np.array([7, 3]))
     masks = tuple(np.zeros(len(ids), bool) for ids in tokens)

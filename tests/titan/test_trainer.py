@@ -22,9 +22,9 @@ from harts_titan.data import StepTargets
 from harts_titan.loss import SupervisedFineTuning
 from harts_titan.metrics import HartsMetrics, layout_metrics, tree_levels
 from harts_titan.parallelize import HartsSelectiveAC
+from harts_titan.step import RouterConfig, run_step
 from harts_titan.train import set_launcher_environment
 from harts_titan.trainer import HartsTrainer, build_expert_bias_update
-from harts_titan.window import RouterConfig, run_step
 from planner import Microbatch, PlannerConfig, Producer, StepPlan, Window, make_plan
 from planner.rollouts import Rollouts
 from tests.titan.small_models import LING, random_masks, random_model

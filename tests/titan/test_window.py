@@ -18,7 +18,7 @@ from harts_titan.data import StepTargets
 from harts_titan.loss import DirectPreference, FunctionObjective, Objective, PolicyGradient, grpo
 from harts_titan.model import HartsModel
 from harts_titan.parallelize import HartsSelectiveAC, compile_blocks
-from harts_titan.window import RouterConfig, StepSums, run_step, run_window
+from harts_titan.step import RouterConfig, StepSums, run_step, target_values
 from planner import (
     Layout,
     Microbatch,
@@ -45,7 +45,7 @@ ROUTER = RouterConfig(z_coefficient=0.1, balance_coefficient=0.2)
 OBJECTIVE = PolicyGradient.Config(
     normalisation="sequence_mean", kl_coefficient=0.1, entropy_coefficient=0.01
 )
-Run = tuple[StepSums, dict[str, Tensor], list[Tensor]]
+Run = tuple[StepSums, dict[str, Tensor], Tensor]
 
 
 def make_rollouts(seed: int, num_trajectories: int = 9) -> Rollouts:
@@ -114,28 +114,19 @@ def run(
     share: str,
     config: Objective.Config = OBJECTIVE,
 ) -> Run:
-    """One step; returns its sums, gradients, and the log-probabilities of each trajectory."""
+    """One step; returns its sums, gradients, and the log-probabilities of all targets."""
     step, targets = make_step(rollouts, plan, share)
     sums = run_step(model, step, targets, config.build(), ROUTER)
     for moe, counts in zip(model.moe_layers(), sums.expert_counts, strict=True):
         assert torch.equal(moe.expert_counts, counts)
         moe.expert_counts.zero_()
-    return sums, gradients(model), forward_logprobs(model, step, len(rollouts))
+    return sums, gradients(model), forward_logprobs(model, step, targets)
 
 
-def forward_logprobs(model: HartsModel, step: StepBatch, count: int) -> list[Tensor]:
-    found: list[Any] = [None] * count
-
-    def keep(inputs: Any, output: Any) -> None:
-        assert not output.logprob.requires_grad
-        parts = output.logprob[: inputs.num_targets].split(inputs.metadata.target_count.tolist())
-        for trajectory, part in zip(inputs.trajectories, parts, strict=True):
-            found[trajectory] = part
-
-    with torch.no_grad():
-        for window in step.windows:
-            run_window(model, window, keep)
-    return found
+def forward_logprobs(model: HartsModel, step: StepBatch, targets: StepTargets) -> Tensor:
+    logprob, _ = target_values(model, step, targets)
+    assert not logprob.requires_grad
+    return logprob
 
 
 def assert_same(got: Run, want: Run) -> None:
@@ -143,8 +134,7 @@ def assert_same(got: Run, want: Run) -> None:
         assert relative_error(getattr(got[0], name), getattr(want[0], name)) <= 1e-10, name
     assert torch.equal(got[0].expert_counts, want[0].expert_counts)
     assert_gradients_equal(got[1], want[1])
-    for a, b in zip(got[2], want[2], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(got[2], want[2], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +286,7 @@ def test_a_window_runs_its_producer_backward_once_and_frees_it(
     gc.disable()
     try:
         before = len(gc.get_objects())
-        forward_logprobs(model, step, 11)
+        forward_logprobs(model, step, targets)
         assert len(gc.get_objects()) - before < 100
     finally:
         gc.enable()
