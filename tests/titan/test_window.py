@@ -1,9 +1,12 @@
 """Windows against no sharing at all: losses, statistics, log-probabilities, every gradient."""
 
 import gc
+import threading
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -257,6 +260,71 @@ def test_a_coupled_objective_may_read_entropies(shared: tuple[Rollouts, StepPlan
     model = random_model()
     want = run(model, rollouts, together, "none", config)
     assert_same(run(model, rollouts, shared[1], "windows", config), want)
+
+
+class Replicas:
+    """Replicas as threads, each with a model of its own; sums over them in place of gloo."""
+
+    def __init__(self, count: int) -> None:
+        self.barrier = threading.Barrier(count, timeout=60)
+        self.values: list[Any] = [None] * count
+
+    def reduce(self, rank: int, value: Tensor) -> Tensor:
+        self.values[rank] = value.clone()
+        self.barrier.wait()
+        total = torch.stack(self.values).sum(0)
+        self.barrier.wait()
+        return total
+
+    def run(self, numbers: Any, plan: StepPlan, rollouts: Rollouts, config: Any) -> list[Run]:
+        targets = StepTargets.of(rollouts)
+        tokens, masks = rollouts.token_ids, rollouts.loss_mask
+        models = [random_model(numbers) for _ in self.values]
+
+        def replica(rank: int) -> Run:
+            model = models[rank]
+            step = step_batch(plan, tokens, masks, rank, metadata=targets.metadata)
+            reduce = partial(self.reduce, rank)
+            sums = run_step(model, step, targets, config.build(), ROUTER, reduce=reduce)
+            logprob, _ = target_values(model, step, targets, reduce=reduce)
+            return sums, gradients(model), logprob
+
+        with ThreadPoolExecutor(len(self.values)) as executor:
+            return list(executor.map(replica, range(len(self.values))))
+
+
+@pytest.mark.parametrize(
+    ("scope", "config"),
+    [
+        ("trajectory", OBJECTIVE),
+        ("global", DirectPreference.Config(beta=0.3)),
+    ],
+)
+def test_two_replicas_add_up_to_one(scope: Any, config: Objective.Config) -> None:
+    numbers = replace(NUMBERS["ling"], balance_scope=scope)
+    rollouts = make_rollouts(5, 10)
+    one = make_plan(rollouts, [list(range(10))], (1,), np.zeros(10, np.int64))
+    want = run(random_model(numbers), rollouts, one, "none", config)
+    members = (([0, 2, 5], [1, 4]), ([7, 8], [3, 6, 9]))
+    short = np.array([min(3, len(ids)) for ids in rollouts.token_ids])
+    ids = [np.concatenate(slots) for slots in members]
+    producers = tuple(Producer(trajectory=i, prefix_length=short[i]) for i in ids)
+    two = StepPlan(
+        config=PlannerConfig(chunk_size=CHUNK, share="windows", dp=2),
+        replicas=tuple(
+            tuple(Microbatch(trajectories=np.array(slot)) for slot in slots) for slots in members
+        ),
+        windows=(Window(first=0, last=2, producers=producers),),
+        metrics={},
+    )
+    (sums, found, logprob), (other, more, _) = Replicas(2).run(numbers, two, rollouts, config)
+    sums.objective += other.objective
+    sums.z_loss += other.z_loss
+    sums.balance_loss += other.balance_loss
+    sums.behaviour_gap += other.behaviour_gap
+    sums.expert_counts += other.expert_counts
+    added = {name: gradient + more[name] for name, gradient in found.items()}
+    assert_same((sums, added, logprob), want)
 
 
 def test_a_window_runs_its_producer_backward_once_and_frees_it(
