@@ -1,7 +1,8 @@
 """Triton kernels of `compact_logprob`; `harts_ops.kernels.logprob` launches them.
 
-A tile is a matrix of tokens by rows; ``rows`` is a multiple of 16. A product is a row's hidden
-state times a token's weight; a centre is what backward takes from each row's products.
+A tile is a matrix of rows by tokens in forward, where a row is read at once, and of tokens by rows
+in backward; ``rows`` is a multiple of 16. A product is a row's hidden state times a token's weight;
+a centre is what backward takes from each row's products.
 """
 
 import triton
@@ -48,60 +49,41 @@ def _gradient(
 @triton.jit
 def _row_statistics_kernel(
     product_ptr,
+    stride,
     options_ptr,
     parts_ptr,
     num_parts,
     first_part,
-    part,
     width,
     rows,
     HAS_SOFTCAP: tl.constexpr,
-    UNROLL: tl.constexpr,
-    LANES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """One program: a block of rows down a part of the tile's tokens, in one pass.
+    """One program: one row's part of a tile of rows by tokens.
 
     Writes the largest logit, the sum of exp(logit - largest), and the sum of that times
-    (logit - largest). Each lane keeps its own, so that threads meet once, after the pass.
+    (logit - largest).
     """
-    split = tl.program_id(1)
-    end = tl.minimum(width, (split + 1) * part)
-    row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    step = tl.arange(0, UNROLL)[:, None, None] * LANES + tl.arange(0, LANES)[None, :, None]
-    dtype: tl.constexpr = product_ptr.dtype.element_ty
-    top = tl.full([LANES, BLOCK_M], -1e30, dtype)
-    total = tl.zeros([LANES, BLOCK_M], dtype)
-    moment = tl.zeros([LANES, BLOCK_M], dtype)
-    for start in range(split * part, end, UNROLL * LANES):
-        token = start + step
-        inside = (token < end) & (row < rows)[None, None, :]
-        cell = token.to(tl.int64) * rows + row[None, None, :]
-        product = tl.load(product_ptr + cell, mask=inside, other=0.0)
-        logit, _ = _logit(product, options_ptr, HAS_SOFTCAP)
-        new_top = tl.maximum(top, tl.max(tl.where(inside, logit, -1e30), 0))
-        above = tl.where(inside, logit - new_top[None, :, :], 0.0)
-        share = tl.where(inside, tl.exp(above), 0.0)
-        fall = top - new_top
-        decay = tl.exp(fall)
-        moment = (moment + total * fall) * decay + tl.sum(share * above, 0)
-        total = total * decay + tl.sum(share, 0)
-        top = new_top
-    row_top = tl.max(top, 0)
-    fall = top - row_top[None, :]
-    decay = tl.exp(fall)
-    row_moment = tl.sum((moment + total * fall) * decay, 0)
-    here = (row < rows) & (split * part < width)
-    out = parts_ptr + (first_part + split) * rows.to(tl.int64) + row
-    behind = num_parts * rows.to(tl.int64)
-    tl.store(out, row_top, mask=here)
-    tl.store(out + behind, tl.sum(total * decay, 0), mask=here)
-    tl.store(out + 2 * behind, row_moment, mask=here)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    token = part * BLOCK + tl.arange(0, BLOCK)
+    inside = token < width
+    product = tl.load(product_ptr + row * stride + token, mask=inside, other=0.0)
+    logit, _ = _logit(product, options_ptr, HAS_SOFTCAP)
+    top = tl.max(tl.where(inside, logit, -1e30), 0)
+    above = logit - top
+    share = tl.where(inside, tl.exp(above), 0.0)
+    out = parts_ptr + (first_part + part) * rows + row
+    behind = num_parts * rows
+    tl.store(out, top)
+    tl.store(out + behind, tl.sum(share, 0))
+    tl.store(out + 2 * behind, tl.sum(share * above, 0))
 
 
 @triton.jit
 def _label_logit_kernel(
     product_ptr,
+    stride,
     options_ptr,
     local_ptr,
     column_ptr,
@@ -109,7 +91,6 @@ def _label_logit_kernel(
     positions,
     start,
     width,
-    rows,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -118,7 +99,7 @@ def _label_logit_kernel(
     row = tl.load(local_ptr + position, mask=position < positions, other=-1)
     column = tl.load(column_ptr + position, mask=position < positions, other=0) - start
     here = (row >= 0) & (column >= 0) & (column < width)
-    product = tl.load(product_ptr + column * rows + row, mask=here, other=0.0)
+    product = tl.load(product_ptr + row * stride + column, mask=here, other=0.0)
     logit, _ = _logit(product, options_ptr, HAS_SOFTCAP)
     tl.store(out_ptr + position, logit, mask=here)
 

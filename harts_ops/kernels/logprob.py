@@ -1,9 +1,9 @@
 """CUDA side of `compact_logprob`: cuBLAS products of bounded size, and Triton kernels around them.
 
-Both directions take vocabulary tiles over all rows, as matrices of tokens by rows. A tile's weight
-gradient is then one product that sums all rows in fp32 and is rounded once; the gradient of the
-rows is summed over the tiles in fp32. Only kernels that read and write once stand between the
-products, and nothing is added by atomics: equal inputs give equal bits.
+Both directions take vocabulary tiles over all rows. A tile's weight gradient is then one product
+that sums all rows in fp32 and is rounded once; the gradient of the rows is summed over the tiles in
+fp32. Only kernels that read and write once stand between the products, and nothing is added by
+atomics: equal inputs give equal bits.
 """
 
 # Shape letters: C compact rows, M multiplied rows (padded to a multiple of 16), D model width,
@@ -20,8 +20,9 @@ from harts_ops.logprob import read_logits
 
 MIB = 1 << 20
 # Scratch: a tile's products in fp32 (forward), and in the dtype of the rows (backward).
-FORWARD_BYTES, BACKWARD_BYTES = 640 * MIB, 352 * MIB
+FORWARD_BYTES, BACKWARD_BYTES = 1024 * MIB, 352 * MIB
 MAX_TILE = 16384
+PART = 4096  # tokens that one program of the forward kernel reads
 
 
 def forward(
@@ -37,29 +38,30 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Label logits ``[S]`` (less lse if ``normalize``), lse and entropy ``[C]``."""
     rows_MD = _rows(hidden, target_row)
-    num_rows, vocab, positions = rows_MD.shape[0], weight.shape[0], label.shape[0]
+    num_rows, vocab = rows_MD.shape[0], weight.shape[0]
     local, column, lost = read_logits(
         row, label, target_row, hidden.shape[0], vocab, vocab_start, normalize
     )
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    label_logit = torch.zeros(positions, dtype=dtype, device=hidden.device)
+    label_logit = torch.zeros(label.shape, dtype=dtype, device=hidden.device)
     options, has_softcap = _options(temperature, softcap, label_logit), softcap is not None
-    tile = _tile(num_rows, vocab, FORWARD_BYTES // dtype.itemsize, hidden)
-    part, splits = _parts(num_rows, tile)
+    tile = _forward_tile(num_rows, vocab, FORWARD_BYTES // dtype.itemsize)
+    splits = triton.cdiv(tile, PART)
     parts = label_logit.new_zeros(3, triton.cdiv(vocab, tile) * splits, num_rows)
     parts[0] = -1e30
-    product = label_logit.new_empty(tile, num_rows)
+    product = label_logit.new_empty(num_rows, tile)
     for index, start in enumerate(range(0, vocab if num_rows else 0, tile)):
-        product_VM = product[: min(tile, vocab - start)]
-        width = product_VM.shape[0]
-        _multiply(weight[start : start + width], rows_MD.T, product_VM)
-        sizes = (parts.shape[1], index * splits, part, width, num_rows, has_softcap)
-        grid, arguments = (triton.cdiv(num_rows, 64), splits), (product_VM, options, parts, *sizes)
-        blocks = {"UNROLL": 4, "LANES": 8, "BLOCK_M": 64}
-        _launch(kernels._row_statistics_kernel, grid, arguments, **blocks)
-        sizes = (positions, start, width, num_rows, has_softcap)
-        arguments = (product_VM, options, local, column, label_logit, *sizes)
-        _launch(kernels._label_logit_kernel, (triton.cdiv(positions, 256),), arguments, BLOCK=256)
+        product_MV = product[:, : vocab - start]
+        width = product_MV.shape[1]
+        _multiply(rows_MD, weight[start : start + width].T, product_MV)
+        source = (product_MV, tile, options)
+        sizes = (parts.shape[1], index * splits, width, num_rows, has_softcap)
+        grid = (num_rows, triton.cdiv(width, PART))
+        blocks = {"BLOCK": PART, "num_warps": 8}
+        _launch(kernels._row_statistics_kernel, grid, (*source, parts, *sizes), **blocks)
+        positions = (local, column, label_logit, label.shape[0], start, width, has_softcap)
+        grid = (triton.cdiv(label.shape[0], 256),)
+        _launch(kernels._label_logit_kernel, grid, (*source, *positions), BLOCK=256)
     lse_M, entropy_M = _combine(*parts)
     if normalize and num_rows:
         label_logit -= lse_M[local.clamp(min=0)].where(local >= 0, 0)
@@ -122,7 +124,8 @@ def _add_tiles(
 ) -> None:
     """Fill the gradients that are not empty, tile by tile."""
     num_rows, vocab = rows_MD.shape[0], weight.shape[0]
-    tile = _tile(num_rows, vocab, BACKWARD_BYTES // rows_MD.element_size(), rows_MD)
+    elements = BACKWARD_BYTES // rows_MD.element_size()
+    tile = _backward_tile(num_rows, vocab, elements, rows_MD)
     buffer, run_out = rows_MD.new_empty(tile, num_rows), torch.empty_like(runs[-1])
     weight_tile = grad_rows.new_empty((tile, weight.shape[1]) if grad_weight.numel() else 0)
     minus_center = -terms[1]
@@ -240,8 +243,15 @@ def _centers(lse_M: Tensor, temperature: float, softcap: float | None) -> Tensor
     return softcap * (lse_M * (temperature / softcap)).clamp(-0.999, 0.999).atanh()
 
 
-def _tile(num_rows: int, vocab: int, elements: int, like: Tensor) -> int:
-    """Tokens of a tile.
+def _forward_tile(num_rows: int, vocab: int, elements: int) -> int:
+    """Tokens of a forward tile: whole parts, so that its columns are aligned and no lane idles."""
+    most = min(MAX_TILE, elements // max(num_rows, 1))
+    unit = PART if most >= PART else 64
+    return min(triton.cdiv(vocab, 64) * 64, max(unit, most // unit * unit))
+
+
+def _backward_tile(num_rows: int, vocab: int, elements: int, like: Tensor) -> int:
+    """Tokens of a backward tile.
 
     The tile's weight gradient, cut into the 128 x 256 blocks of a large cuBLAS kernel, should fill
     the multiprocessors in whole waves: they differ by a quarter otherwise.
@@ -257,10 +267,3 @@ def _tile(num_rows: int, vocab: int, elements: int, like: Tensor) -> int:
         return round(waves / -(-waves // 1), 2), blocks
 
     return min(vocab, 128 * max(range(max(1, most // 2), max(1, most) + 1), key=filling))
-
-
-def _parts(num_rows: int, tile: int) -> tuple[int, int]:
-    """Tokens of a part, and parts of a tile: rows alone would not fill the machine evenly."""
-    splits = triton.cdiv(4096, max(1, triton.cdiv(num_rows, 64)))
-    part = triton.cdiv(triton.cdiv(tile, splits), 32) * 32
-    return part, triton.cdiv(tile, part)

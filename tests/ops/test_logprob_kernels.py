@@ -54,8 +54,9 @@ def make_inputs(rows=20, width=16, vocab=300, positions=37, dtype=torch.float):
 def small_chunks(monkeypatch):
     """Several chunks, tiles and groups at small sizes; the kernels also without a GPU."""
     if ON_GPU or INTERPRETED:
+        monkeypatch.setattr(kernels, "PART", 64)
         for budget in ("FORWARD_BYTES", "BACKWARD_BYTES"):
-            monkeypatch.setattr(kernels, budget, 4 * 128 * 24)
+            monkeypatch.setattr(kernels, budget, 4 * 128 * 32)
     if INTERPRETED:
         monkeypatch.setattr(logprob, "compact_logprob_op", Interpreted.apply)
 
@@ -202,13 +203,13 @@ def test_positions_are_summed_by_row_and_by_row_and_label():
 def test_scratch_stays_within_the_budget(monkeypatch):
     monkeypatch.undo()
     hidden = torch.empty(65536, 1536, dtype=torch.bfloat16, device="meta")
-    for budget, item in ((kernels.FORWARD_BYTES, 4), (kernels.BACKWARD_BYTES, 2)):
-        for rows in (1, 127, 2621, 65536):
-            tile = kernels._tile(rows, 157184, budget // item, hidden)
-            assert tile % 128 == 0 and tile * rows * item <= budget
-            part, splits = kernels._parts(rows, tile)
-            assert part * (splits - 1) < tile <= part * splits
-    assert tile == 2816  # 22 x 6 blocks of 128 x 256: one wave of 132 multiprocessors
+    for rows in (1, 127, 2621, 65536, 300_000):
+        tile = kernels._forward_tile(rows, 157184, kernels.FORWARD_BYTES // 4)
+        assert tile % 64 == 0 and 4 * tile * rows <= kernels.FORWARD_BYTES
+        tile = kernels._backward_tile(rows, 157184, kernels.BACKWARD_BYTES // 2, hidden)
+        assert tile % 128 == 0 and 2 * tile * rows <= kernels.BACKWARD_BYTES
+    # 22 x 6 blocks of 128 x 256: one wave of 132 multiprocessors.
+    assert kernels._backward_tile(65536, 157184, kernels.BACKWARD_BYTES // 2, hidden) == 2816
 
 
 @pytest.mark.gpu
