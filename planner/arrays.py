@@ -212,6 +212,8 @@ def _convolution(layout: "Layout") -> dict[str, Any]:
 
 def _blocks(layout: "Layout", sizes: tuple[int, int, int, int]) -> dict[str, Any]:
     """Block lists of attention from the extremes of each block; no mask over rows exists."""
+    if len(sizes) != 4 or not all(isinstance(x, int | np.integer) and x > 0 for x in sizes):
+        raise ValueError(f"attention_blocks must be four integers of at least 1, got {sizes}")
     q_row = _query_rows(layout)
     q_forward, kv_forward, q_backward, kv_backward = sizes
     partial, full = _classify(q_row, layout.subtree_end, q_forward, kv_forward)

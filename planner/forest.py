@@ -41,7 +41,12 @@ def checked_trajectories(
         raise ValueError("a batch needs at least one trajectory, got none")
     checked = []
     for index, trajectory in enumerate(trajectories):
-        tokens = np.asarray(trajectory)
+        try:
+            tokens = np.asarray(trajectory)
+        except ValueError as error:
+            raise ValueError(
+                f"trajectory {index}: token ids must be a flat list: {error}"
+            ) from None
         if tokens.ndim != 1 or not len(tokens):
             raise ValueError(
                 f"trajectory {index}: needed a 1-D array of at least one token id, "

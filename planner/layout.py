@@ -19,6 +19,7 @@ from planner.plan import (
     Share,
     StepPlan,
     WindowLayouts,
+    require_positive,
 )
 from planner.prefix import covered_depth, sort_with_lcp
 from planner.rounds import chain_sequences
@@ -36,8 +37,7 @@ class _Options:
 
     def __post_init__(self) -> None:
         for name in ("chunk_size", "align", "conv_width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            require_positive(name, getattr(self, name))
         if self.share not in SHARES:
             raise ValueError(f"share must be one of {', '.join(SHARES)}, got {self.share!r}")
 
@@ -124,10 +124,15 @@ def step_layouts(
         replica: Data-parallel rank, ``0 <= replica < dp``.
         share: Sharing level of the layouts; None takes the plan's. The membership of microbatches
             is the plan's at every level.
+    Raises:
+        ValueError: The plan has no such replica, or is that of another number of trajectories.
     """
     config = plan.config
     if not 0 <= replica < config.dp:
         raise ValueError(f"replica must be 0 to {config.dp - 1}, got {replica}")
+    planned = sum(len(m.trajectories) for slots in plan.replicas for m in slots)
+    if len(trajectories) != planned:
+        raise ValueError(f"the plan is that of {planned} trajectories, got {len(trajectories)}")
     layouts = []
     for window in plan.windows:
         ids = [m.trajectories for m in plan.replicas[replica][window.first : window.last]]

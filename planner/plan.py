@@ -14,9 +14,10 @@ Share = Literal["windows", "tree", "none"]
 SHARES = ("windows", "tree", "none")
 
 
-def _require_positive(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+def require_positive(name: str, value: int) -> None:
+    """Raise ValueError unless a setting is an integer of at least 1."""
+    if not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"{name} must be at least 1, an integer, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ class SearchConfig:
     def __post_init__(self) -> None:
         for name in ("max_window", "live_producers"):
             if (value := getattr(self, name)) is not None:
-                _require_positive(name, value)
+                require_positive(name, value)
         if self.evaluations < 0 or self.exchange_slack < 0:
             raise ValueError(
                 "evaluations and exchange_slack must not be negative, got "
@@ -77,7 +78,7 @@ class InterfaceConfig:
     def __post_init__(self) -> None:
         for name in ("rows", "bytes", "row_bytes", "state_bytes"):
             if (value := getattr(self, name)) is not None:
-                _require_positive(name, value)
+                require_positive(name, value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +102,7 @@ class PlannerConfig:
 
     def __post_init__(self) -> None:
         for name in ("dp", "capacity", "chunk_size", "align", "conv_width"):
-            _require_positive(name, getattr(self, name))
+            require_positive(name, getattr(self, name))
         if self.share not in SHARES:
             raise ValueError(f"share must be one of {', '.join(SHARES)}, got {self.share!r}")
 
@@ -302,8 +303,9 @@ def check_plan(plan: StepPlan, trajectories: Sequence[np.ndarray] | None = None)
     the slots in order; a producer holds prefixes of its own window and replica only. With the
     trajectories, also: rows fit the capacity and every producer saves more rows than it runs.
     """
-    config, num_slots = plan.config, plan.num_slots
+    config = plan.config
     _require(len(plan.replicas) == config.dp, f"{config.dp} replicas")
+    num_slots = plan.num_slots
     _require(num_slots > 0, "at least one slot")
     for replica, slots in enumerate(plan.replicas):
         _require(len(slots) == num_slots, f"{num_slots} slots on replica {replica}")

@@ -1,11 +1,17 @@
 """The command line of the planner."""
 
 import json
+import sys
+import time
 from pathlib import Path
 
-from planner import plan_microbatch
-from planner.__main__ import main, tree_levels
-from tests.trees import named_trees
+import numpy as np
+import pytest
+
+from planner import PlannerConfig, make_plan, plan_microbatch, step_layouts
+from planner.__main__ import _stage, main, tree_levels
+from planner.pictures import schedule_rows
+from tests.trees import named_trees, random_trajectories
 
 DATA = Path(__file__).parent.parent / "data" / "toolbench_dfs.treestep.npz"
 
@@ -48,3 +54,85 @@ def test_wrong_input_ends_with_a_sentence(tmp_path, capsys):
 def test_levels_are_segments_on_the_longest_path():
     layout = plan_microbatch(named_trees(4)["three forks in a chunk"], chunk_size=4)
     assert tree_levels(layout) == 4 and layout.sequences.num_rounds == 2
+
+
+def test_a_picture_of_forest_and_schedule_is_drawn(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "plan.png"
+    assert main([str(DATA), "--dp", "2", "--capacity", "16384", "--plot", str(out)]) == 0
+    assert out.read_bytes()[:4] == b"\x89PNG" and out.stat().st_size > 20_000
+
+
+def test_pictured_rows_are_those_of_the_layouts():
+    members = random_trajectories(np.random.default_rng(0), num_trajectories=40, vocabulary=3)
+    plan = make_plan(members, PlannerConfig(dp=2, capacity=60, chunk_size=4))
+    residual, made = schedule_rows(plan, members)
+    for replica in range(2):
+        done = step_layouts(plan, members, replica)
+        own = [layout.num_own_rows for window in done for layout in window.consumers]
+        assert residual[replica].tolist() == own
+        rows = [0 if one.producer is None else one.producer.num_rows for one in done]
+        assert made[replica].tolist() == rows
+
+
+def test_comparison_orders_the_ways_to_train(capsys):
+    assert main([str(DATA), "--dp", "2", "--capacity", "16384", "--compare", "--budget", "1"]) == 0
+    out = capsys.readouterr()
+    rows = {}
+    for line in out.out.split("\n\n")[-1].splitlines()[1:]:
+        rows[line[:34].strip()] = float(line[34:45].rstrip("x"))
+    assert rows["no sharing"] == 1
+    assert rows["one prefix per flat group"] < rows["one level (microbatches)"]
+    assert rows["one level (microbatches)"] < rows["two levels (this planner)"]
+    assert "planning: two levels" in out.err
+
+
+def test_fit_prints_costs_that_the_table_takes(tmp_path, capsys):
+    times = tmp_path / "times.jsonl"
+    times.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "rows": n,
+                    "pairs": n * k,
+                    "forward_s": 1e-5 * n + 1e-9 * n * k,
+                    "backward_s": 3e-5 * n + 2e-9 * n * k,
+                }
+            )
+            + "\n"
+            for n, k in ((1_000, 500), (5_000, 900), (9_000, 9_000))
+        )
+    )
+    assert main(["fit", str(times)]) == 0
+    costs = tmp_path / "costs.json"
+    costs.write_text(capsys.readouterr().out)
+    fitted = json.loads(costs.read_text())
+    assert fitted["forward_pair"] == pytest.approx(1e-4)
+    assert fitted["backward_row"] == pytest.approx(3)
+    assert main([str(DATA), "--costs", str(costs)]) == 0
+    assert "as much as 10,000 query-key pairs" in capsys.readouterr().out
+    costs.write_text('{"speed": 3}')
+    assert main([str(DATA), "--costs", str(costs)]) == 2
+    assert "not the costs that 'fit' prints" in capsys.readouterr().err
+    times.write_text('{"rows": 1}\n')
+    assert main(["fit", str(times)]) == 2
+    assert f"{times}, row 0: not a measured pass" in capsys.readouterr().err
+
+
+def test_options_reach_the_plan(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    arguments = [str(DATA), "--dp", "1", "--capacity", "8192", "--json", str(out)]
+    limits = ["--max-window", "2", "--producer-gib", "0.5", "--model", "ling3_flash"]
+    assert main([*arguments, *limits]) == 0
+    plan = json.loads(out.read_text())
+    assert max(b - a for a, b in (window["slots"] for window in plan["windows"])) <= 2
+    assert plan["metrics"]["producer_bytes"] <= 0.25 * 2**30
+    for wrong in (["--model", "x"], ["--balance", "x"], ["--producer-gib", "0"]):
+        assert main([*arguments, *wrong]) == 2
+
+
+def test_long_stages_tell_that_they_run(monkeypatch, capsys):
+    monkeypatch.setattr(sys.modules["planner.__main__"], "_QUIET_S", 0.01)
+    with _stage("reading r.jsonl"):
+        time.sleep(0.1)
+    assert "reading r.jsonl: 0 s" in capsys.readouterr().err
