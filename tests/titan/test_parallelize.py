@@ -199,6 +199,22 @@ def test_selective_checkpointing_runs_attention_and_recurrence_once(policy, runs
     assert mode.calls["harts.tree_short_conv.default"] == (1 if policy == "none" else 2)
 
 
+def test_activations_can_be_offloaded_by_saved_tensor_hooks():
+    model, inputs = random_model(TWO_LAYERS), random_inputs(4)
+    step(model, inputs, model.empty_interface())
+    want, saved = gradients(model), []
+
+    def pack(tensor):
+        saved.append(tensor.nbytes)
+        return tensor.numpy(force=True).copy()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, torch.from_numpy):
+        step(model, inputs, model.empty_interface())
+    # Copies are contiguous, so products may add up in another order.
+    assert_gradients_equal(gradients(model), want, 1e-12)
+    assert sum(saved) > 0
+
+
 def _parallelize(model, ac_config, *, world_size: int = 1, compile: bool = False):
     return parallelize_harts(
         model,
