@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if words[:1] == ["fit"]:
             return _fit(words[1:])
         return _show(_parser().parse_args(words))
-    except (ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError) as error:
         print(f"planner: {error}", file=sys.stderr)
         return 2
 
@@ -78,8 +78,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _config(options: argparse.Namespace) -> PlannerConfig:
-    if options.producer_gib is not None and options.producer_gib <= 0:
-        raise ValueError(f"producer-gib must be positive, got {options.producer_gib}")
+    if options.producer_gib is not None and not 0 < options.producer_gib < np.inf:
+        raise ValueError(f"producer-gib must be positive and finite, got {options.producer_gib}")
     limit = None if options.producer_gib is None else int(options.producer_gib * 2**30)
     config = PlannerConfig(
         dp=options.dp,

@@ -44,9 +44,7 @@ def checked_trajectories(
         try:
             tokens = np.asarray(trajectory)
         except ValueError as error:
-            raise ValueError(
-                f"trajectory {index}: token ids must be a flat list: {error}"
-            ) from None
+            raise ValueError(f"trajectory {index}: needed a flat list: {error}") from error
         if tokens.ndim != 1 or not len(tokens):
             raise ValueError(
                 f"trajectory {index}: needed a 1-D array of at least one token id, "

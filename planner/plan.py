@@ -58,8 +58,11 @@ class CostConfig:
 
     def __post_init__(self) -> None:
         values = [getattr(self, name) for name in self.__dataclass_fields__]
-        if min(values) < 0 or self.forward_row + self.backward_row <= 0:
-            raise ValueError(f"costs must not be negative, and rows must cost, got {values}")
+        finite = all(0 <= value < np.inf for value in values)
+        if not finite or self.forward_row + self.backward_row <= 0:
+            raise ValueError(
+                f"costs must be finite, none negative, and rows must cost, got {values}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

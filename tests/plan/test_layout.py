@@ -197,6 +197,7 @@ def test_real_sets(path):
         ([], "at least one trajectory"),
         ([[1, 2], []], "trajectory 1: .*at least one token"),
         ([[1, 2], [[1, 2]]], r"trajectory 1: .*shape \(1, 2\)"),
+        ([[1, 2], [1, [2]]], "trajectory 1: .*flat"),
         ([[1, 2], [1.0, 2.0]], "trajectory 1: .*integers, got float64"),
         ([[True, False]], "trajectory 0: .*integers, got bool"),
         ([[1, 2], [3, -1]], "trajectory 1, token 1: negative token id -1"),
@@ -219,6 +220,7 @@ def test_bad_trajectories_are_refused(members, reason):
         ({"cached_prefixes": [1, 1], "share": "none"}, "no producer"),
         ({"share": "all"}, "windows, tree, none"),
         ({"chunk_size": 0}, "chunk_size must be at least 1"),
+        ({"chunk_size": 2.5}, "chunk_size must be at least 1, an integer, got 2.5"),
         ({"align": 0}, "align must be at least 1"),
         ({"conv_width": 0}, "conv_width must be at least 1"),
     ],
@@ -226,6 +228,12 @@ def test_bad_trajectories_are_refused(members, reason):
 def test_bad_options_are_refused(options, reason):
     with pytest.raises(ValueError, match=reason):
         plan_microbatch([[1, 2, 3], [1, 2, 4]], **options)
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 4, 4), (4, -4, 4, 4), (4, 4, 4), (4, 4, 4, 4.0)])
+def test_bad_block_sizes_are_refused(sizes):
+    with pytest.raises(ValueError, match="attention_blocks must be four integers"):
+        plan_microbatch([[1, 2, 3]]).arrays(attention_blocks=sizes)
 
 
 def test_a_producer_that_lacks_what_is_asked_is_refused():

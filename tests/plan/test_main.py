@@ -49,6 +49,10 @@ def test_wrong_input_ends_with_a_sentence(tmp_path, capsys):
     assert "more than the capacity 100" in capsys.readouterr().err
     assert main([str(DATA), "--dp", "0"]) == 2
     assert "dp must be at least 1" in capsys.readouterr().err
+    assert main([str(DATA), "--producer-gib", "inf"]) == 2
+    assert "producer-gib must be positive and finite, got inf" in capsys.readouterr().err
+    assert main([str(DATA), "--json", str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
 
 
 def test_levels_are_segments_on_the_longest_path():

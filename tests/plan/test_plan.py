@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from planner import (
+    CostConfig,
     Microbatch,
     PlannerConfig,
     Producer,
@@ -154,6 +155,14 @@ def test_layouts_of_one_plan_differ_by_level_only(share):
     )
 
 
+def test_a_plan_of_other_trajectories_is_refused():
+    members = [np.arange(5), np.arange(7)]
+    plan = make_plan(members, PlannerConfig())
+    for others in (members[:1], [*members, np.arange(3)]):
+        with pytest.raises(ValueError, match=f"of 2 trajectories, got {len(others)}"):
+            step_layouts(plan, others, 0)
+
+
 def test_a_step_has_layouts_for_its_replicas_only():
     with pytest.raises(ValueError, match="replica must be 0 to 1, got 2"):
         step_layouts(hand_made(IDS, WINDOWS, CONFIG), shared_pairs(), 2)
@@ -162,6 +171,7 @@ def test_a_step_has_layouts_for_its_replicas_only():
 @pytest.mark.parametrize(
     ("ids", "windows", "config", "reason"),
     [
+        ([], WINDOWS, CONFIG, "2 replicas"),
         (IDS[:1], WINDOWS, CONFIG, "2 replicas"),
         ([[[0, 1], [2, 3]], [[4, 5, 6, 7]]], WINDOWS, CONFIG, "2 slots on replica 1"),
         ([[[0, 1, 2, 3], []], IDS[1]], WINDOWS, CONFIG, "trajectories in"),
@@ -219,13 +229,28 @@ def test_bad_batches_are_refused(members, config, reason):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("dp", 0), ("capacity", 0), ("chunk_size", 0), ("align", -1), ("conv_width", 0)],
+    [
+        ("dp", 0),
+        ("dp", 1.5),
+        ("capacity", 0),
+        ("capacity", 65_536.0),
+        ("capacity", None),
+        ("chunk_size", 0),
+        ("align", -1),
+        ("conv_width", 0),
+    ],
 )
 def test_bad_settings_are_refused(field, value):
-    with pytest.raises(ValueError, match=f"{field} must be at least 1, got {value}"):
+    with pytest.raises(ValueError, match=f"{field} must be at least 1, an integer, got {value}"):
         PlannerConfig(**{field: value})
     with pytest.raises(ValueError, match="share must be one of windows, tree, none"):
         PlannerConfig(share="some")
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_bad_costs_are_refused(value):
+    with pytest.raises(ValueError, match=f"costs must be finite, none negative.*{value}"):
+        CostConfig(head_row=value)
 
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
