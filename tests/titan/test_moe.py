@@ -47,6 +47,33 @@ def test_each_group_is_multiplied_by_its_own_matrix(sizes, tail):
     opcheck(grouped_linear_backward, (torch.randn_like(want), x.detach(), weight.detach(), offsets))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sizes", [[100, 0, 37, 1], [0, 0, 0, 64]])
+def test_grouped_products_on_a_gpu_are_as_near_to_float64_as_plain_ones(sizes, dtype):
+    torch.manual_seed(0)
+    rows, tail = sum(sizes), 8
+    exact = [
+        torch.randn(rows + tail, 64, dtype=DOUBLE),
+        torch.randn(len(sizes), 48, 64, dtype=DOUBLE),
+        torch.randn(rows + tail, 48, dtype=DOUBLE),
+    ]
+    offsets = torch.tensor(np.cumsum(sizes), dtype=torch.int32)
+    want = (grouped_linear(exact[0], exact[1], offsets),)
+    want += grouped_linear_backward(exact[2], exact[0], exact[1], offsets)
+    low = [x.to(dtype) for x in exact]
+    plain = (grouped_linear(low[0], low[1], offsets),)
+    plain += grouped_linear_backward(low[2], low[0], low[1], offsets)
+    x, weight, grad = (x.cuda() for x in low)
+    got = (grouped_linear(x, weight, offsets.cuda()),)
+    got += grouped_linear_backward(grad, x, weight, offsets.cuda())
+    eps = torch.finfo(dtype).eps
+    for kernel, reference, value in zip(got, plain, want, strict=True):
+        noise = (reference.double() - value).abs().max() + eps * value.abs().max()
+        assert (kernel.cpu().double() - value).abs().max() <= 2 * noise
+    assert not got[0][rows:].any() and not got[1][rows:].any()
+
+
 def test_grouped_products_count_their_flops_and_refuse_a_second_derivative():
     x, weight, offsets = make_groups([2, 3])
     with FlopCounterMode(display=False) as counter:
