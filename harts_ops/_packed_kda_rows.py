@@ -131,9 +131,10 @@ def gather_chunks(inputs: PackedKdaInputs, order: ChunkOrder) -> tuple[Tensor, .
         q, k = q * _inverse_norm(q), k * _inverse_norm(k)
     if inputs.use_beta_sigmoid:
         beta = _sigmoid(beta)
-    rows = (q, k, v, _log_decay(gate, inputs), beta[..., None])
-    q, k, v, log_decay, beta = (_gather(x, inputs.v.shape[1], order) for x in rows)
-    return q, k, v, log_decay, beta[..., 0]
+    heads = inputs.v.shape[1]
+    rows = (q, k, v, _log_decay(gate, inputs))
+    q, k, v, log_decay = (_gather(x, heads, order, padded_width(x.shape[-1])) for x in rows)
+    return q, k, v, log_decay, _gather(beta[..., None], heads, order, 1)[..., 0]
 
 
 def row_outputs(out: Tensor, inputs: PackedKdaInputs, order: ChunkOrder) -> Tensor:
@@ -201,13 +202,13 @@ def _all_rows(inputs: PackedKdaInputs, name: str) -> Tensor:
     return own if halo is None else torch.cat((own, halo.to(own.dtype)))
 
 
-def _gather(x: Tensor, heads: int, order: ChunkOrder) -> Tensor:
-    """Chunk form ``[N, B, padded width]`` of rows ``[rows, heads or key heads, width]``.
+def _gather(x: Tensor, heads: int, order: ChunkOrder, padded_to: int) -> Tensor:
+    """Chunk form ``[N, B, padded_to]`` of rows ``[rows, heads or key heads, width]``.
 
     Rows that x lacks are zero: positions past a sequence's end, and halo rows of q.
     """
     num_rows, own_heads, width = x.shape
-    padded = x.new_empty(num_rows + 1, own_heads, width if width == 1 else padded_width(width))
+    padded = x.new_empty(num_rows + 1, own_heads, padded_to)
     padded[:-1, :, :width] = x
     padded[-1] = 0
     padded[:-1, :, width:] = 0

@@ -127,7 +127,8 @@ def weighted_moe_aux_reference(
             product = chosen_CE[rows].sum(0) * p_CE[rows].sum(0)
             balance = balance + num_experts / (k * len(rows) ** 2) * product.sum()
     else:
-        share = counts / multiplicity.sum() if balance_counts is None else balance_counts
+        share = counts.to(logits.dtype) / multiplicity.sum()
+        share = share if balance_counts is None else balance_counts
         balance = num_experts / k * (share * prob_sum).sum()
     return MoeAux(z_sum, balance, counts, prob_sum.detach())
 

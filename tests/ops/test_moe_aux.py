@@ -93,7 +93,10 @@ def test_matches_reference(score, scope, seed):
     tree = random_tree(seed)
     inputs, options = make_inputs(tree), options_of(tree, scope, score)
     torch.testing.assert_close(
-        run(weighted_moe_aux, inputs, **options), run(weighted_moe_aux_reference, inputs, **options)
+        run(weighted_moe_aux, inputs, **options),
+        run(weighted_moe_aux_reference, inputs, **options),
+        rtol=1e-12,
+        atol=1e-12,
     )
 
 

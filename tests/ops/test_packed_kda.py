@@ -83,6 +83,15 @@ def test_equals_the_reference_for_each_option(options):
     )
 
 
+@pytest.mark.parametrize("widths", [(1, 1), (1, 9), (9, 1)])
+def test_heads_may_have_width_one(widths):
+    inputs, plan = tree_case(4, widths=widths)
+    options = {"use_beta_sigmoid": True, "gate_form": "lower_bound", "chunk_size": 4}
+    torch.testing.assert_close(
+        run(packed_kda, inputs, plan, **options), run(packed_kda_reference, inputs, plan, **options)
+    )
+
+
 @pytest.mark.parametrize("name", named_trees(4))
 def test_equals_the_reference_on_planned_trees(name):
     plan, arrays = planned(plan_microbatch(named_trees(4)[name], chunk_size=4, align=3))
