@@ -24,9 +24,9 @@ IntArray = NDArray[np.int64]
 _GROWTH_PRICE = 20
 _CONSUMER_SHARE = 0.8  # evaluations spent on whole consumers, per evaluation spent on trajectories
 _ENOUGH = 0.002  # imbalance, as a share of a replica's work, at which the search stops
-_LARGEST_TABLE = 32_000_000  # spans times consumers that are searched at once
+_LARGEST_TABLE = 4_000_000  # spans times consumers that are searched at once
 _MOST_STARTS = 4  # searches whose plans are compared
-_START_BUDGET = 64_000  # evaluations below which more than one search is made
+_START_BUDGET = 24_000  # evaluations below which more than one search is made
 _TRIMS = 32  # producer leaves capped in a window to shorten it
 _MORE_WINDOWS = 6  # window counts tried beyond the fewest
 
@@ -63,7 +63,7 @@ def place(batch: SortedBatch, groups: Partition, config: PlannerConfig) -> Place
         return _place_without_producers(batch, groups, config)
     groups = _suit_windows(batch, groups, config)
     blocks = _cut_blocks(batch, groups, config)
-    tries = config.search.evaluations * batch.num_trajectories
+    tries = config.search.evaluations * groups.num_groups
     starts = min(_MOST_STARTS, max(1, _START_BUDGET // max(1, tries)))
     found = [
         _assemble(batch, [_place_block(block, config, start) for block in blocks], config)
@@ -219,7 +219,7 @@ def _place_block(block: _Block, config: PlannerConfig, start: int) -> _Searched:
     group = block.group[items.member[items.ptr[:-1]]]
     state = _start(block, items, group, config)
     goal = _goal(state, config)
-    tries = config.search.evaluations * len(block.place)
+    tries = config.search.evaluations * block.num_groups
     limit = _producer_rows(config)
     seed = (config.search.seed * 7919 + start * 104_729 + 777) & 0x7FFFFFFF
     if len(state.window) > 1:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _FIRST_BLOCK = 128  # tokens compared at first; deeper comparisons take larger blocks
 _BLOCK_GROWTH = 4
+_CACHED_BYTES = 1 << 20  # keys that are compared in one go, since comparing them again is cheap
 _KEY_BYTES = 1 << 22  # sort keys alive at one time: a batch is never copied, caches hold them
 
 
@@ -22,11 +23,12 @@ def _key(trajectory: np.ndarray, start: int, block: int) -> bytes:
 
 
 def _first_difference(left: bytes, right: bytes) -> int:
-    """Tokens that two different keys have in common."""
+    """Tokens that two different keys, the smaller first, have in common."""
     count = min(len(left), len(right)) // 4
+    if right.startswith(left):
+        return count
     differs = np.frombuffer(left, "<i4", count) != np.frombuffer(right, "<i4", count)
-    at = int(differs.argmax()) if count else 0
-    return at if count and differs[at] else count
+    return int(differs.argmax())
 
 
 def sort_with_lcp(trajectories: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -52,6 +54,8 @@ def sort_with_lcp(trajectories: Sequence[np.ndarray]) -> tuple[np.ndarray, np.nd
             lcp.append(before)
             continue
         block = max(1, min(block, _KEY_BYTES // (4 * len(members))))
+        if 4 * len(members) * (len(trajectories[members[0]]) - start) <= _CACHED_BYTES:
+            block = max(block, _CACHED_BYTES // (4 * len(members)))
         keys = [_key(trajectories[i], start, block) for i in members]
         ranked = sorted(range(len(members)), key=keys.__getitem__)
         runs = [[ranked[0]]]
