@@ -19,9 +19,9 @@ def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scores, inverse = call.packed(inputs.chunk_size), call.packed(inputs.chunk_size)
     out = torch.empty_like(inputs.v)
     with call.device():
-        destination = launch.destination(call, out)
-        prepared = launch.prepare(call, scores, inverse, solve=True)
-        launch.scan(call, prepared, scores, exported, destination, out)
+        rows = launch.destination(call, out)
+        prepared = launch.prepare(call, scores, inverse, rows)
+        launch.scan(call, prepared, exported, rows, out)
     return out, exported, scores, inverse
 
 
@@ -38,29 +38,17 @@ def backward(
     grad_out = grad_out.contiguous()
     grad_exported = grad_exported_states.float().contiguous()
     with call.device():
-        destination = launch.destination(call, None)
-        prepared = launch.prepare(call, scores, inverse, solve=False)
-        states, delta = launch.rescan(call, prepared, scores, exported_states)
-        grad_states, grad_delta, grad_sources = launch.reverse_scan(
-            call, prepared, scores, grad_out, grad_exported, destination
-        )
-        decay, row_scale = prepared.decay, prepared.row_scale
-        del prepared
-        chunks = launch.Chunks(
-            grad_out=grad_out,
-            destination=destination,
-            decay=decay,
-            row_scale=row_scale,
-            inverse=inverse,
-            states=states,
-            delta=delta,
-            grad_states=grad_states,
-            grad_delta=grad_delta,
-        )
+        rows = launch.destination(call, None)
+        prepared = launch.prepare(call, scores, inverse, rows, grad_out)
+        states, delta = launch.rescan(call, prepared, exported_states)
+        grad_states, grad_delta, grad_sources = launch.reverse_scan(call, prepared, grad_exported)
         grads = launch.empty_gradients(call)
-        matrices, d_beta, d_v = launch.matrix_gradient(call, chunks, grads)
-        d_q, d_k, d_g = launch.gradient(call, chunks, matrices)
-        del states, delta, grad_states, grad_delta, decay, chunks, matrices
+        matrices, d_beta, d_v = launch.matrix_gradient(
+            call, prepared, states, delta, grad_delta, grads
+        )
+        chunk_states = (states, delta, grad_states, grad_delta)
+        d_q, d_k, d_g = launch.gradient(call, prepared, chunk_states, matrices)
+        del prepared, states, delta, grad_states, grad_delta, chunk_states, matrices
         launch.row_gradient(call, grads, (d_q, d_k, d_g, d_beta, d_v))
         launch.source_gradient(call, grads, grad_sources)
     return tuple(grads.values())

@@ -4,21 +4,19 @@ import triton
 import triton.language as tl
 
 from harts_ops.kernels.packed_kda_prepare import SAFE_ROWS, from_block, half_decay, halves
-from harts_ops.kernels.packed_kda_rows import chunk_range, row_pointers
+from harts_ops.kernels.packed_kda_rows import chunk_range, publish, row_pointers
 
 
 @triton.jit(do_not_specialize=["num_own", "num_packed"])
 def _matrix_gradient_kernel(
     k_ptr,
-    v_ptr,
     halo_k_ptr,
-    halo_v_ptr,
     packed_row_ptr,
     packed_ptr_ptr,
     cu_seqlens_ptr,
     chunk_indices_ptr,
+    values_ptr,
     grad_out_ptr,
-    destination_ptr,
     decay_ptr,
     row_scale_ptr,
     inverse_ptr,
@@ -27,6 +25,7 @@ def _matrix_gradient_kernel(
     grad_delta_ptr,
     d_scores_ptr,
     d_products_ptr,
+    d_own_ptr,
     db_ptr,
     dv_ptr,
     grad_v_ptr,
@@ -43,11 +42,13 @@ def _matrix_gradient_kernel(
     BV: tl.constexpr,
     HAS_HALO: tl.constexpr,
     PRECISION: tl.constexpr,
+    FENCE: tl.constexpr,
 ):
     """Gradients of one chunk's two matrices of row pairs, of its v and of its beta.
 
-    The matrices are those of q and k and, before its inverse, of k and k (times beta). A row with
-    one packed entry gets its gradient of v here; others leave it in `dv` for the sum over entries.
+    The matrices are those of q and k (its diagonal apart, in ``d_own``) and, before its inverse,
+    of beta k and k. A row with one packed entry gets its gradient of v here; others leave it in
+    ``dv`` for the sum over entries.
     """
     chunk, hv = tl.program_id(0) // HV, tl.program_id(0) % HV
     hk = hv // (HV // HK)
@@ -58,17 +59,13 @@ def _matrix_gradient_kernel(
     o_t = tl.arange(0, BT)
     m_t = o_t < length
     row = tl.load(packed_row_ptr + start + o_t, mask=m_t, other=0).to(tl.int64)
-    destination = tl.load(destination_ptr + start + o_t, mask=m_t, other=-1)
-    m_out = destination >= 0
-    out_rows = grad_out_ptr + tl.where(m_out, destination, 0).to(tl.int64) * (HV * V) + hv * V
-    v_rows = row_pointers(v_ptr, halo_v_ptr, row, num_own, HV * V, HAS_HALO) + hv * V
     grad_v_rows = row_pointers(grad_v_ptr, grad_halo_v_ptr, row, num_own, HV * V, HAS_HALO) + hv * V
     count = tl.load(packed_ptr_ptr + row + 1, mask=m_t, other=0)
     count -= tl.load(packed_ptr_ptr + row, mask=m_t, other=0)
 
     head = start * HV + hv
     factors = row_scale_ptr + head + o_t * HV
-    k_factor = tl.load(factors + num_packed * HV, mask=m_t, other=0.0)
+    k_scale = tl.load(factors + num_packed * HV, mask=m_t, other=0.0)
     beta = tl.load(factors + 2 * num_packed * HV, mask=m_t, other=0.0)
     o_c = tl.arange(0, BT)
     matrix = o_t[:, None] * (HV * BT) + o_c[None, :]
@@ -77,19 +74,17 @@ def _matrix_gradient_kernel(
 
     d_beta = tl.zeros([BT], dtype=tl.float32)
     d_scores = tl.zeros([BT, BT], dtype=tl.float32)
-    d_inverse = tl.zeros([BT, BT], dtype=tl.float32)
+    d_mix = tl.zeros([BT, BT], dtype=tl.float32)
     for first in range(0, V, BV):
         o_v = first + tl.arange(0, BV)
-        m_v = (o_v < V)[None, :]
-        m_tv = m_t[:, None] & m_v
+        m_tv = m_t[:, None] & (o_v < V)[None, :]
         tile = o_t[:, None] * (HV * V) + o_v[None, :]
-        d_out = tl.load(out_rows[:, None] + o_v[None, :], mask=m_out[:, None] & m_v, other=0.0)
+        d_out = tl.load(grad_out_ptr + head * V + tile, mask=m_tv, other=0.0)
         delta = tl.load(delta_ptr + head * V + tile, mask=m_tv, other=0.0)
         d_delta = tl.load(grad_delta_ptr + head * V + tile, mask=m_tv, other=0.0)
-        v = tl.load(v_rows[:, None] + o_v[None, :], mask=m_tv, other=0.0).to(tl.float32)
-        d_scores = tl.dot(d_out.to(dtype), tl.trans(delta), d_scores, input_precision=PRECISION)
-        v_beta = (v * beta[:, None]).to(dtype)
-        d_inverse = tl.dot(d_delta, tl.trans(v_beta), d_inverse, input_precision=PRECISION)
+        v = tl.load(values_ptr + head * V + tile, mask=m_tv, other=0.0)
+        d_scores = tl.dot(d_out, tl.trans(delta), d_scores, input_precision=PRECISION)
+        d_mix = tl.dot(d_delta, tl.trans(v), d_mix, input_precision=PRECISION)
         d_v = tl.dot(inverse_t, d_delta, input_precision=PRECISION)
         d_beta += tl.sum(d_v * delta.to(tl.float32), 1)
         d_v *= beta[:, None]
@@ -98,6 +93,11 @@ def _matrix_gradient_kernel(
         tl.store(dv_ptr + head * V + tile, d_v, mask=m_tv & (count != 1)[:, None])
     # delta is beta times what a row adds to the state's prediction
     tl.store(db_ptr + head + o_t * HV, d_beta / beta, mask=m_t)
+    d_own = tl.where(o_t[:, None] == o_c[None, :], d_scores, 0.0)
+    tl.store(d_own_ptr + head + o_t * HV, tl.sum(d_own, 1) * scale, mask=m_t)
+    earlier = o_t[:, None] > o_c[None, :]
+    d_scores = tl.where(earlier, d_scores * scale, 0.0).to(dtype)
+    tl.store(d_scores_ptr + head * BT + matrix, d_scores, mask=m_t[:, None])
 
     state = states_ptr + (chunk.to(tl.int64) * HV + hv) * (K * V)
     k_rows = row_pointers(k_ptr, halo_k_ptr, row, num_own, HK * K, HAS_HALO) + hk * K
@@ -116,14 +116,14 @@ def _matrix_gradient_kernel(
         tile = o_t[:, None] * (HV * K) + o_k[None, :]
         g = tl.load(decay_ptr + head * K + tile, mask=m_tk, other=0.0)
         k = tl.load(k_rows[:, None] + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32)
-        k = (k * (k_factor * beta)[:, None] * tl.exp2(g)).to(dtype)
-        d_inverse = tl.dot((-d_w).to(dtype), tl.trans(k), d_inverse, input_precision=PRECISION)
+        k = tl.trans((k * tl.exp2(g) * -k_scale[:, None]).to(dtype))
+        publish(FENCE)
+        d_mix = tl.dot(d_w.to(dtype), k, d_mix, input_precision=PRECISION)
 
-    d_scores = tl.where(o_t[:, None] >= o_c[None, :], d_scores * scale, 0.0).to(dtype)
-    tl.store(d_scores_ptr + head * BT + matrix, d_scores, mask=m_t[:, None])
-    earlier = o_t[:, None] > o_c[None, :]
-    d_inverse = tl.where(earlier, d_inverse, 0.0).to(dtype)
+    d_inverse = tl.where(earlier, d_mix * beta[None, :], 0.0).to(dtype)
+    publish(FENCE)
     d_products = tl.dot(inverse_t, d_inverse, input_precision=PRECISION).to(dtype)
+    publish(FENCE)
     d_products = tl.dot(d_products, inverse_t, input_precision=PRECISION)
     d_products = tl.where(earlier, d_products * -beta[:, None], 0.0).to(dtype)
     tl.store(d_products_ptr + head * BT + matrix, d_products, mask=m_t[:, None])
@@ -165,7 +165,6 @@ def _gradient_kernel(
     cu_seqlens_ptr,
     chunk_indices_ptr,
     grad_out_ptr,
-    destination_ptr,
     decay_ptr,
     row_scale_ptr,
     inverse_ptr,
@@ -175,6 +174,7 @@ def _gradient_kernel(
     grad_delta_ptr,
     d_scores_ptr,
     d_products_ptr,
+    d_own_ptr,
     dq_ptr,
     dk_ptr,
     dg_ptr,
@@ -188,11 +188,11 @@ def _gradient_kernel(
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    LOG_BT: tl.constexpr,
     NUM_HALVES: tl.constexpr,
     HAS_HALO: tl.constexpr,
     SAFE: tl.constexpr,
     PRECISION: tl.constexpr,
+    FENCE: tl.constexpr,
 ):
     """Gradients of BK columns of q, k and the log decay of one chunk of one value head."""
     block = tl.program_id(0) % tl.cdiv(K, BK)
@@ -212,9 +212,6 @@ def _gradient_kernel(
     matrix = o_t[:, None] * (HV * BT) + o_c[None, :]
     inverse = tl.load(inverse_ptr + head * BT + matrix, mask=m_t[:, None], other=0.0)
     state = (chunk.to(tl.int64) * HV + hv) * (K * V)
-    destination = tl.load(destination_ptr + start + o_t, mask=m_t, other=-1)
-    m_out = destination >= 0
-    out_rows = grad_out_ptr + tl.where(m_out, destination, 0).to(tl.int64) * (HV * V) + hv * V
 
     d_q = tl.zeros([BT, BK], dtype=tl.float32)
     d_k = tl.zeros([BT, BK], dtype=tl.float32)
@@ -222,17 +219,16 @@ def _gradient_kernel(
     d_end = tl.zeros([BK], dtype=tl.float32)
     for first in range(0, V, BV):
         o_v = first + tl.arange(0, BV)
-        m_v = (o_v < V)[None, :]
-        m_tv = m_t[:, None] & m_v
+        m_tv = m_t[:, None] & (o_v < V)[None, :]
         tile = o_t[:, None] * (HV * V) + o_v[None, :]
-        d_out = tl.load(out_rows[:, None] + o_v[None, :], mask=m_out[:, None] & m_v, other=0.0)
+        d_out = tl.load(grad_out_ptr + head * V + tile, mask=m_tv, other=0.0)
         delta = tl.load(delta_ptr + head * V + tile, mask=m_tv, other=0.0)
         d_delta = tl.load(grad_delta_ptr + head * V + tile, mask=m_tv, other=0.0)
         tile = o_v[:, None] * K + o_k[None, :]
         m_h = (o_v < V)[:, None] & m_k[None, :]
         h = tl.load(states_ptr + state + tile, mask=m_h, other=0.0)
         d_h = tl.load(grad_states_ptr + state + tile, mask=m_h, other=0.0)
-        d_q = tl.dot(d_out.to(dtype), h, d_q, input_precision=PRECISION)
+        d_q = tl.dot(d_out, h, d_q, input_precision=PRECISION)
         d_k = tl.dot(delta, d_h, d_k, input_precision=PRECISION)
         d_w = tl.dot(d_delta, h, d_w, input_precision=PRECISION)
         d_end += tl.sum(h.to(tl.float32) * d_h.to(tl.float32), 0)
@@ -242,46 +238,43 @@ def _gradient_kernel(
     q_rows = q_ptr + tl.where(row < num_own, row, 0) * (HK * K) + hk * K
     k_rows = row_pointers(k_ptr, halo_k_ptr, row, num_own, HK * K, HAS_HALO) + hk * K
     factors = row_scale_ptr + head + o_t * HV
-    q_factor = tl.load(factors, mask=m_t, other=0.0)
-    k_factor = tl.load(factors + num_packed * HV, mask=m_t, other=0.0)
+    q_scale = tl.load(factors, mask=m_t, other=0.0)
+    k_scale = tl.load(factors + num_packed * HV, mask=m_t, other=0.0)
     beta = tl.load(factors + 2 * num_packed * HV, mask=m_t, other=0.0)
+    own = tl.load(d_own_ptr + head + o_t * HV, mask=m_t, other=0.0)[:, None]
     q = tl.load(q_rows[:, None] + o_k[None, :], mask=m_q, other=0.0)
     k = tl.load(k_rows[:, None] + o_k[None, :], mask=m_tk, other=0.0)
-    q = q.to(tl.float32) * q_factor[:, None]
-    k = k.to(tl.float32) * k_factor[:, None]
+    q = q.to(tl.float32) * q_scale[:, None]
+    k = k.to(tl.float32) * k_scale[:, None]
     decay = decay_ptr + head * K + o_k[None, :]
-    # rows past the end repeat the last decay, as in _prepare_kernel: no factor may overflow
+    # rows past the end repeat the last decay: no factor may overflow
     g = tl.minimum(o_t, length - 1)[:, None] * (HV * K) + o_k[None, :]
     g = tl.load(decay_ptr + head * K + g, mask=m_k[None, :], other=0.0)
     g_end = tl.load(decay + (length - 1) * (HV * K), mask=m_k[None, :], other=0.0)
 
     e = tl.exp2(g)
     d_q *= e * scale
+    publish(FENCE)
     d_w = tl.dot(tl.trans(inverse), d_w.to(dtype), input_precision=PRECISION) * e
     d_w *= -beta[:, None]
     d_k *= tl.exp2(g_end - g)
     d_end = d_end * tl.exp2(tl.sum(g_end, 0)) + tl.sum(k * d_k, 0)
     balance = q * d_q + k * (d_w - d_k)
-    own = tl.load(d_scores_ptr + head * BT + o_t * (HV * BT + 1), mask=m_t, other=0.0)
-    own = own.to(tl.float32)[:, None]
     d_k += d_w + own * q
     d_q += own * k
     d_scores, d_products = d_scores_ptr + head * BT + matrix, d_products_ptr + head * BT + matrix
-    for shift in range(LOG_BT - NUM_HALVES, LOG_BT):
-        e = half_decay(g, decay, o_t, length, m_k, HV * K, shift)
-        pairs = halves(o_t, shift)
-        # a mask that seems to vary keeps the loads in the loop, out of its scarce registers
-        mask = m_t[:, None] & (shift < LOG_BT)
-        s = tl.where(pairs, tl.load(d_scores, mask=mask, other=0.0), 0.0)
-        p = tl.where(pairs, tl.load(d_products, mask=mask, other=0.0), 0.0)
+    for i in tl.static_range(NUM_HALVES):
+        e = half_decay(g, decay, o_t, length, m_k, HV * K, BT >> (i + 1))
+        pairs = halves(o_t, BT >> (i + 1)) & m_t[:, None]
+        s = tl.load(d_scores, mask=pairs, other=0.0)
+        p = tl.load(d_products, mask=pairs, other=0.0)
         d_q, d_k, balance = _add_pairs(d_q, d_k, balance, q, k, e, e, s, p, PRECISION)
     if SAFE:
         e = from_block(g, decay, o_t, length, m_k, HV * K)
-        pairs = (o_t // SAFE_ROWS)[:, None] == (o_c // SAFE_ROWS)[None, :]
-        pairs = pairs & (o_t[:, None] > o_c[None, :])
-        s = tl.where(pairs, tl.load(d_scores, mask=m_t[:, None], other=0.0), 0.0)
-        p = tl.where(pairs, tl.load(d_products, mask=m_t[:, None], other=0.0), 0.0)
         from_e, to_e = tl.exp2(e), tl.exp2(-e)
+        pairs = (o_t // SAFE_ROWS)[:, None] == (o_c // SAFE_ROWS)[None, :]
+        s = tl.load(d_scores, mask=pairs & m_t[:, None], other=0.0)
+        p = tl.load(d_products, mask=pairs & m_t[:, None], other=0.0)
         d_q, d_k, balance = _add_pairs(d_q, d_k, balance, q, k, from_e, to_e, s, p, PRECISION)
 
     tile = o_t[:, None] * (HV * K) + o_k[None, :]
@@ -289,7 +282,9 @@ def _gradient_kernel(
     tl.store(dk_ptr + head * K + tile, d_k, mask=m_tk)
     from_row = tl.full([BT, BT], 1.0, dtype=dtype)
     from_row = tl.where(o_t[:, None] <= o_c[None, :], from_row, 0.0)
-    rest = (balance - balance.to(dtype).to(tl.float32)).to(dtype)
-    d_g = tl.dot(from_row, balance.to(dtype), input_precision=PRECISION)
-    d_g = tl.dot(from_row, rest, d_g, input_precision=PRECISION) + d_end[None, :]
+    high = balance.to(dtype)
+    low = (balance - high.to(tl.float32)).to(dtype)
+    publish(FENCE)
+    d_g = tl.dot(from_row, high, input_precision=PRECISION)
+    d_g = tl.dot(from_row, low, d_g, input_precision=PRECISION) + d_end[None, :]
     tl.store(dg_ptr + head * K + tile, d_g, mask=m_tk)

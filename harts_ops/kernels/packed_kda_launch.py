@@ -64,12 +64,12 @@ class Call:
 
     @property
     def chunk_sizes(self) -> dict[str, Any]:
-        chunk_size, width = self.inputs.chunk_size, padded(self.key_width)
-        return self.sizes | {"BT": chunk_size, "PRECISION": self.precision} | {"PK": width}
+        precision = "tf32" if self.inputs.q.dtype == torch.bfloat16 else "tf32x3"
+        return self.sizes | {"BT": self.inputs.chunk_size, "PRECISION": precision}
 
     @property
-    def precision(self) -> str:
-        return "tf32" if self.inputs.q.dtype == torch.bfloat16 else "tf32x3"
+    def scan_sizes(self) -> dict[str, Any]:
+        return self.chunk_sizes | {"PK": padded(self.key_width)}
 
     @property
     def halves(self) -> dict[str, Any]:
@@ -77,7 +77,13 @@ class Call:
         x = self.inputs
         safe = x.gate_form == "lower_bound" and x.lower_bound >= _SAFE_DECAY
         levels = x.chunk_size.bit_length() - 1
-        return {"LOG_BT": levels, "SAFE": safe, "NUM_HALVES": levels - 4 if safe else levels}
+        return {"SAFE": safe, "NUM_HALVES": levels - 4 if safe else levels}
+
+    @property
+    def fence(self) -> bool:
+        """Whether matrix instructions read shared memory asynchronously."""
+        x = self.inputs.q
+        return x.device.type == "cuda" and torch.cuda.get_device_capability(x.device)[0] >= 9
 
     def packed(self, width: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.inputs.q.new_empty(self.num_packed, self.heads, width, dtype=dtype)
@@ -103,25 +109,14 @@ class Prepared:
 
     q_decay: Tensor  # scale * q exp(g)
     k_end: Tensor  # k exp(g_end - g)
-    w: Tensor
-    u: Tensor
+    w: Tensor  # -mix (k exp(g))
+    mix: Tensor  # [T, HV, B] inverse * beta
+    values: Tensor  # v
     decay: Tensor  # g in units of log2, fp32
-    row_scale: Tensor  # [3, T, HV] 1/|q|, 1/|k|, beta, fp32; backward only
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunks:
-    """What the gradients that are local to a chunk read."""
-
-    grad_out: Tensor  # [R, HV, V]
-    destination: Tensor  # [T]
-    decay: Tensor
-    row_scale: Tensor
+    scores: Tensor  # [T, HV, B]
     inverse: Tensor  # [T, HV, B]
-    states: Tensor  # [NC, HV, V, K] before each chunk
-    delta: Tensor  # [T, HV, V]
-    grad_states: Tensor  # [NC, HV, V, K] after each chunk
-    grad_delta: Tensor  # [T, HV, V]
+    row_scale: Tensor  # [3, T, HV] 1/|q|, 1/|k|, beta, fp32; backward only
+    grad_out: Tensor  # zero where a row is replayed; backward only
 
 
 def make_call(args: tuple[Any, ...], options: Options | None = None) -> Call:
@@ -195,24 +190,32 @@ def destination(call: Call, out: Tensor | None) -> Tensor:
     return rows
 
 
-def prepare(call: Call, scores: Tensor, inverse: Tensor, *, solve: bool) -> Prepared:
-    """Gather and activate rows; compute (or, without `solve`, read) the chunks' matrices."""
-    inputs = call.inputs
-    q_decay = call.packed(call.key_width)
+def prepare(
+    call: Call,
+    scores: Tensor,
+    inverse: Tensor,
+    rows: Tensor,
+    grad_out: Tensor | None = None,
+) -> Prepared:
+    """Gather and activate rows; compute the chunks' matrices or, with `grad_out`, read them."""
+    inputs, solve = call.inputs, grad_out is None
+    q_decay, values = call.packed(call.key_width), call.packed(call.value_width)
     prepared = Prepared(
         q_decay=q_decay,
         k_end=torch.empty_like(q_decay),
         w=torch.empty_like(q_decay),
-        u=call.packed(call.value_width),
+        mix=torch.empty_like(scores),
+        values=values,
         decay=torch.empty_like(q_decay, dtype=torch.float32),
+        scores=scores,
+        inverse=inverse,
         row_scale=inputs.q.new_empty(
             (0 if solve else 3, call.num_packed, call.heads), dtype=torch.float32
         ),
+        grad_out=values if solve else torch.empty_like(values),
     )
     if call.num_chunks == 0:
         return prepared
-    sizes = call.chunk_sizes | call.halves
-    del sizes["PK"]
     _prepares._prepare_kernel[(call.num_chunks * call.heads,)](
         *inputs[:5],
         *(inputs[5:9] if call.has_halo else inputs[1:5]),
@@ -224,70 +227,59 @@ def prepare(call: Call, scores: Tensor, inverse: Tensor, *, solve: bool) -> Prep
         prepared.q_decay,
         prepared.k_end,
         prepared.w,
-        prepared.u,
+        prepared.mix,
+        prepared.values,
         prepared.decay,
         scores,
         inverse,
         prepared.row_scale,
+        rows,
+        values if grad_out is None else grad_out,
+        prepared.grad_out,
         inputs.q.shape[0],
         call.num_packed,
         inputs.scale,
         inputs.lower_bound,
         HK=call.key_heads,
-        **sizes,
+        LOG_BT=inputs.chunk_size.bit_length() - 1,
+        **call.chunk_sizes,
+        **call.halves,
         GATE_FORM=inputs.gate_form,
         HAS_BIAS=inputs.dt_bias is not None and inputs.gate_form != "log_decay",
         HAS_HALO=call.has_halo,
         L2NORM=inputs.use_qk_l2norm,
         BETA_SIGMOID=inputs.use_beta_sigmoid,
         SOLVE=solve,
-        SOLVE_PRECISION=call.precision,
+        FENCE=call.fence,
         **call.options["prepare" if solve else "reprepare"],
     )
     return prepared
 
 
-def scan(
-    call: Call,
-    prepared: Prepared,
-    scores: Tensor,
-    exported: Tensor,
-    rows: Tensor,
-    out: Tensor,
-) -> None:
+def scan(call: Call, prepared: Prepared, exported: Tensor, rows: Tensor, out: Tensor) -> None:
     """Outputs and exported states, round after round."""
-    unused = prepared.u
-    arguments = _scan_arguments(call, prepared, scores, exported, rows, out, unused, unused)
+    unused = prepared.values
+    arguments = _scan_arguments(call, prepared, exported, rows, out, unused, unused)
     kernel = _scans._scan_kernel[(call.scan_programs("scan", call.inputs.max_sequences),)]
-    options = {**call.chunk_sizes, "FORWARD": True, **call.options["scan"]}
+    options = {**call.scan_sizes, "FORWARD": True, **call.options["scan"]}
     for index in range(call.inputs.num_rounds):
         kernel(*arguments, index, call.num_external, **options)
 
 
-def rescan(
-    call: Call, prepared: Prepared, scores: Tensor, exported: Tensor
-) -> tuple[Tensor, Tensor]:
+def rescan(call: Call, prepared: Prepared, exported: Tensor) -> tuple[Tensor, Tensor]:
     """States before all chunks ``[NC, HV, V, K]`` and delta ``[T, HV, V]``; no round must wait."""
-    inputs = call.inputs
-    states, delta = call.states(call.num_chunks), torch.empty_like(prepared.u)
-    arguments = _scan_arguments(
-        call, prepared, scores, exported, inputs.packed_row, prepared.u, states, delta
-    )
-    _scans._scan_kernel[(call.scan_programs("rescan", inputs.source.shape[0]),)](
-        *arguments,
-        0,
-        call.num_external,
-        **call.chunk_sizes,
-        FORWARD=False,
-        **call.options["rescan"],
-    )
+    unused = call.inputs.packed_row
+    states, delta = call.states(call.num_chunks), torch.empty_like(prepared.values)
+    arguments = _scan_arguments(call, prepared, exported, unused, prepared.values, states, delta)
+    programs = call.scan_programs("rescan", call.inputs.source.shape[0])
+    options = {**call.scan_sizes, "FORWARD": False, **call.options["rescan"]}
+    _scans._scan_kernel[(programs,)](*arguments, 0, call.num_external, **options)
     return states, delta
 
 
 def _scan_arguments(
     call: Call,
     prepared: Prepared,
-    scores: Tensor,
     exported: Tensor,
     rows: Tensor,
     out: Tensor,
@@ -299,9 +291,10 @@ def _scan_arguments(
         prepared.q_decay,
         prepared.k_end,
         prepared.w,
-        prepared.u,
+        prepared.mix,
+        prepared.values,
         prepared.decay,
-        scores,
+        prepared.scores,
         exported if inputs.external_states is None else inputs.external_states.float(),
         exported,
         rows,
@@ -317,26 +310,20 @@ def _scan_arguments(
 
 
 def reverse_scan(
-    call: Call,
-    prepared: Prepared,
-    scores: Tensor,
-    grad_out: Tensor,
-    grad_exported: Tensor,
-    rows: Tensor,
+    call: Call, prepared: Prepared, grad_exported: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the states after all chunks, of delta, and of each sequence's initial state."""
     inputs = call.inputs
-    grad_states, grad_delta = call.states(call.num_chunks), torch.empty_like(prepared.u)
+    grad_states, grad_delta = call.states(call.num_chunks), torch.empty_like(prepared.values)
     grad_sources = call.states(inputs.source.shape[0], torch.float32)
     arguments = (
         prepared.q_decay,
         prepared.k_end,
         prepared.w,
         prepared.decay,
-        scores,
-        grad_out,
+        prepared.scores,
+        prepared.grad_out,
         grad_exported,
-        rows,
         grad_states,
         grad_delta,
         grad_sources,
@@ -350,7 +337,7 @@ def reverse_scan(
     )
     programs = call.scan_programs("reverse_scan", inputs.max_sequences)
     kernel = _scans._reverse_scan_kernel[(programs,)]
-    options = {**call.chunk_sizes, **call.options["reverse_scan"]}
+    options = {**call.scan_sizes, **call.options["reverse_scan"]}
     for index in reversed(range(inputs.num_rounds)):
         kernel(*arguments, index, call.num_external, **options)
     return grad_states, grad_delta, grad_sources
@@ -369,33 +356,34 @@ def empty_gradients(call: Call) -> dict[str, Tensor]:
 
 
 def matrix_gradient(
-    call: Call, chunks: Chunks, grads: dict[str, Tensor]
-) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+    call: Call,
+    prepared: Prepared,
+    states: Tensor,
+    delta: Tensor,
+    grad_delta: Tensor,
+    grads: dict[str, Tensor],
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
     """Gradients of the chunks' matrices; packed ones of beta, and of v where rows have several."""
     inputs = call.inputs
-    matrices = (torch.empty_like(chunks.inverse), torch.empty_like(chunks.inverse))
     d_v = call.packed(call.value_width, torch.float32)
-    d_beta = d_v.new_empty(d_v.shape[:2])
-    sizes = call.chunk_sizes
-    del sizes["PK"]
+    d_own, d_beta = d_v.new_empty(d_v.shape[:2]), d_v.new_empty(d_v.shape[:2])
+    matrices = (torch.empty_like(prepared.mix), torch.empty_like(prepared.mix), d_own)
     if call.num_chunks:
         _gradients._matrix_gradient_kernel[(call.num_chunks * call.heads,)](
             inputs.k,
-            inputs.v,
             inputs.halo_k if call.has_halo else inputs.k,
-            inputs.halo_v if call.has_halo else inputs.v,
             inputs.packed_row,
             inputs.packed_ptr,
             inputs.cu_seqlens,
             inputs.chunk_indices,
-            chunks.grad_out,
-            chunks.destination,
-            chunks.decay,
-            chunks.row_scale,
-            chunks.inverse,
-            chunks.states,
-            chunks.delta,
-            chunks.grad_delta,
+            prepared.values,
+            prepared.grad_out,
+            prepared.decay,
+            prepared.row_scale,
+            prepared.inverse,
+            states,
+            delta,
+            grad_delta,
             *matrices,
             d_beta,
             d_v,
@@ -405,22 +393,24 @@ def matrix_gradient(
             call.num_packed,
             inputs.scale,
             HK=call.key_heads,
-            **sizes,
+            **call.chunk_sizes,
             HAS_HALO=call.has_halo,
+            FENCE=call.fence,
             **call.options["matrix_gradient"],
         )
     return matrices, d_beta, d_v
 
 
 def gradient(
-    call: Call, chunks: Chunks, matrices: tuple[Tensor, Tensor]
+    call: Call,
+    prepared: Prepared,
+    chunk_states: tuple[Tensor, Tensor, Tensor, Tensor],
+    matrices: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Packed gradients of q, k and the log decay ``[T, HV, K]``, fp32."""
     inputs = call.inputs
     d_q = call.packed(call.key_width, torch.float32)
     d_k, d_g = torch.empty_like(d_q), torch.empty_like(d_q)
-    sizes = call.chunk_sizes | call.halves
-    del sizes["PK"]
     columns = triton.cdiv(call.key_width, call.options["gradient"]["BK"])
     if call.num_chunks:
         _gradients._gradient_kernel[(call.num_chunks * call.heads * columns,)](
@@ -430,15 +420,11 @@ def gradient(
             inputs.packed_row,
             inputs.cu_seqlens,
             inputs.chunk_indices,
-            chunks.grad_out,
-            chunks.destination,
-            chunks.decay,
-            chunks.row_scale,
-            chunks.inverse,
-            chunks.states,
-            chunks.delta,
-            chunks.grad_states,
-            chunks.grad_delta,
+            prepared.grad_out,
+            prepared.decay,
+            prepared.row_scale,
+            prepared.inverse,
+            *chunk_states,
             *matrices,
             d_q,
             d_k,
@@ -447,8 +433,10 @@ def gradient(
             call.num_packed,
             inputs.scale,
             HK=call.key_heads,
-            **sizes,
+            **call.chunk_sizes,
+            **call.halves,
             HAS_HALO=call.has_halo,
+            FENCE=call.fence,
             **call.options["gradient"],
         )
     return d_q, d_k, d_g

@@ -17,6 +17,26 @@ def chunk_range(chunk_indices_ptr, cu_seqlens_ptr, chunk, BT: tl.constexpr):
 
 
 @triton.jit
+def publish(FENCE: tl.constexpr):
+    """Make shared-memory writes of all warps visible to asynchronous matrix instructions.
+
+    The compiler fences just before such an instruction. If it has placed a barrier between the
+    writes of the right operand and that fence (it does when the left operand reaches registers
+    through shared memory), then another warp's writes may not be visible yet.
+    """
+    if FENCE:
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.shared::cta; mov.b32 $0, $1;",
+            "=r,r",
+            [0],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        tl.debug_barrier()
+
+
+@triton.jit
 def row_pointers(own_ptr, halo_ptr, row, num_own, WIDTH: tl.constexpr, HAS_HALO: tl.constexpr):
     """Where each row (int64) begins: in the own tensor, or in the halo's."""
     pointers = own_ptr + row * WIDTH

@@ -26,7 +26,8 @@ def _scan_kernel(
     q_decay_ptr,
     k_end_ptr,
     w_ptr,
-    u_ptr,
+    mix_ptr,
+    values_ptr,
     decay_ptr,
     scores_ptr,
     external_ptr,
@@ -87,18 +88,19 @@ def _scan_kernel(
         m_vt = m_v[:, None] & m_t[None, :]
         tile_k = head * K + o_t[:, None] * (HV * K) + o_k[None, :]
         tile_v = head * V + o_t[None, :] * (HV * V) + o_v[:, None]
+        tile_s = head * BT + o_t[:, None] * (HV * BT) + tl.arange(0, BT)[None, :]
         w = tl.load(w_ptr + tile_k, mask=m_tk, other=0.0)
-        u = tl.load(u_ptr + tile_v, mask=m_vt, other=0.0)
+        mix = tl.load(mix_ptr + tile_s, mask=m_t[:, None], other=0.0)
+        v = tl.load(values_ptr + tile_v, mask=m_vt, other=0.0)
         k_end = tl.load(k_end_ptr + tile_k, mask=m_tk, other=0.0)
         end = tl.minimum(last, start + BT) - 1
         g_end = tl.load(decay_ptr + (end * HV + hv) * K + o_k, mask=m_k, other=0.0)
 
         left = state.to(dtype)
-        delta = u.to(tl.float32) - tl.dot(left, tl.trans(w), input_precision=PRECISION)
-        delta = delta.to(dtype)
+        delta = tl.dot(v, tl.trans(mix), input_precision=PRECISION)
+        delta = tl.dot(left, tl.trans(w), delta, input_precision=PRECISION).to(dtype)
         if FORWARD:
             q_decay = tl.load(q_decay_ptr + tile_k, mask=m_tk, other=0.0)
-            tile_s = head * BT + o_t[:, None] * (HV * BT) + tl.arange(0, BT)[None, :]
             scores = tl.load(scores_ptr + tile_s, mask=m_t[:, None], other=0.0)
             out = tl.dot(left, tl.trans(q_decay), input_precision=PRECISION)
             out = tl.dot(delta, tl.trans(scores), out, input_precision=PRECISION)
@@ -129,7 +131,6 @@ def _reverse_scan_kernel(
     scores_ptr,
     grad_out_ptr,
     grad_export_ptr,
-    destination_ptr,
     grad_states_ptr,
     grad_delta_ptr,
     dh0_ptr,
@@ -179,10 +180,9 @@ def _reverse_scan_kernel(
         m_t = o_t < last - start
         m_tk = m_t[:, None] & m_k[None, :]
         tile_k = head * K + o_t[:, None] * (HV * K) + o_k[None, :]
-        row = tl.load(destination_ptr + start + o_t, mask=m_t, other=-1)
-        at = grad_out_ptr + tl.where(row < 0, 0, row).to(tl.int64) * (HV * V) + hv * V
-        m_out = m_v[:, None] & (row >= 0)[None, :]
-        d_out = tl.load(at[None, :] + o_v[:, None], mask=m_out, other=0.0).to(dtype)
+        tile_v = head * V + o_t[None, :] * (HV * V) + o_v[:, None]
+        m_vt = m_v[:, None] & m_t[None, :]
+        d_out = tl.load(grad_out_ptr + tile_v, mask=m_vt, other=0.0)
         tile_s = head * BT + o_t[:, None] * (HV * BT) + tl.arange(0, BT)[None, :]
         scores = tl.load(scores_ptr + tile_s, mask=m_t[:, None], other=0.0)
         k_end = tl.load(k_end_ptr + tile_k, mask=m_tk, other=0.0)
@@ -201,13 +201,11 @@ def _reverse_scan_kernel(
         tl.store(base + o_v[:, None] * K + o_k[None, :], left, mask=m_vk)
         d_delta = tl.dot(d_out, scores, input_precision=PRECISION)
         d_delta = tl.dot(left, tl.trans(k_end), d_delta, input_precision=PRECISION)
-        tile_v = head * V + o_t[None, :] * (HV * V) + o_v[:, None]
-        m_vt = m_v[:, None] & m_t[None, :]
         d_delta = d_delta.to(dtype)
         tl.store(grad_delta_ptr + tile_v, d_delta, mask=m_vt)
         grad *= tl.exp2(g_end)[None, :]
         grad = tl.dot(d_out, q_decay, grad, input_precision=PRECISION)
-        grad = tl.dot(-d_delta, w, grad, input_precision=PRECISION)
+        grad = tl.dot(d_delta, w, grad, input_precision=PRECISION)
     if tl.load(source_ptr + sequence) > 0:
         base = dh0_ptr + (sequence.to(tl.int64) * HV + hv) * (K * V)
         tl.store(base + o_v[:, None] * K + o_k[None, :], grad, mask=m_vk)
