@@ -17,7 +17,8 @@ from harts_titan.loss import SupervisedFineTuning, dapo
 from harts_titan.metrics import HartsMetrics
 from harts_titan.parallelize import HartsSelectiveAC
 from harts_titan.trainer import HartsTrainer
-from planner import PlannerConfig
+from planner import CostConfig, PlannerConfig
+from planner.cost import MODELS, model_config
 
 
 def _adamw(lr: float) -> OptimizersContainer.Config:
@@ -45,6 +46,15 @@ def _parallelism() -> ParallelismConfig:
     return ParallelismConfig(spmd_backend="partial_dtensor" if old else "spmd_types")
 
 
+def _planner(flavor: str, capacity: int) -> PlannerConfig:
+    config = PlannerConfig(capacity=capacity)
+    if flavor in MODELS:
+        return model_config(config, flavor)
+    # The debug model's operations: a pair costs much beside so small a row, and so does the head.
+    cost = CostConfig(forward_pair=1 / 2_080, backward_pair=2 / 2_080, head_row=3.2)
+    return replace(config, cost=cost)
+
+
 def _run(flavor: str, *, capacity: int, seq_len: int, lr: float, steps: int) -> HartsTrainer.Config:
     """What all runs have in common: DAPO on rollouts, no text, no CUDA graphs."""
     spec = model_registry(flavor)
@@ -54,7 +64,7 @@ def _run(flavor: str, *, capacity: int, seq_len: int, lr: float, steps: int) -> 
         hf_assets_path=".",
         loss=dapo(),
         tokenizer=TokenIds.Config(vocab_size=vocab_size),
-        dataloader=RolloutDataLoader.Config(planner=PlannerConfig(capacity=capacity)),
+        dataloader=RolloutDataLoader.Config(planner=_planner(flavor, capacity)),
         optimizer=_adamw(lr),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2, decay_ratio=0.0),
         training=TrainingConfig(

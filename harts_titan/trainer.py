@@ -78,7 +78,7 @@ class HartsTrainer(Trainer):
 
     def __init__(self, config: Config) -> None:
         _check(config)
-        super().__init__(_with_model_facts(config))
+        super().__init__(with_model_facts(config))
         (model,) = self.model_parts
         assert isinstance(model, HartsModel)
         self.metrics_processor.flops = FlopCosts.of(model.config, model)
@@ -142,7 +142,7 @@ def _check(config: HartsTrainer.Config) -> None:
             raise ValueError(f"{name} must be {must}, got {value}")
 
 
-def _with_model_facts(config: HartsTrainer.Config) -> HartsTrainer.Config:
+def with_model_facts(config: HartsTrainer.Config) -> HartsTrainer.Config:
     """Return the config with everything that one part of it must know of another.
 
     Raises:

@@ -15,7 +15,7 @@ from torch import distributed as dist
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.distributed.activation_checkpoint import FullAC
 
-from harts_titan import decoder_config
+from harts_titan import config_registry, decoder_config
 from harts_titan.batch import step_batch
 from harts_titan.config_registry import harts_debug
 from harts_titan.data import StepTargets
@@ -23,8 +23,8 @@ from harts_titan.loss import SupervisedFineTuning
 from harts_titan.metrics import HartsMetrics, layout_metrics, tree_levels
 from harts_titan.parallelize import HartsSelectiveAC
 from harts_titan.step import RouterConfig, run_step
-from harts_titan.train import set_launcher_environment
-from harts_titan.trainer import HartsTrainer, build_expert_bias_update
+from harts_titan.train import config_names, set_launcher_environment
+from harts_titan.trainer import HartsTrainer, build_expert_bias_update, with_model_facts
 from planner import Microbatch, PlannerConfig, Producer, StepPlan, Window, make_plan
 from planner.rollouts import Rollouts
 from tests.titan.small_models import LING, random_masks, random_model
@@ -133,6 +133,25 @@ def test_the_balance_scope_of_the_run_reaches_every_layer(process: None, tmp_pat
     scopes = [moe.balance_scope for moe in trainer.model_parts[0].moe_layers()]
     assert scopes and set(scopes) == {"global"}
     trainer.close()
+
+
+@pytest.mark.parametrize("name", config_names(config_registry))
+def test_every_run_of_the_registry_is_complete(name: str) -> None:
+    config = with_model_facts(getattr(config_registry, name)())
+    spec, planner = config.model_spec, config.dataloader.planner
+    assert spec is not None
+    assert config.tokenizer.vocab_size == spec.model.tok_embeddings.num_embeddings
+    assert planner.capacity >= config.training.seq_len or name.startswith("harts_debug")
+    assert config.dataloader.attention_blocks == (128, 128, 128, 128)
+    hidden_bytes = spec.model.tok_embeddings.embedding_dim * (4 if "debug" in name else 2)
+    assert planner.interface.row_bytes > hidden_bytes
+
+
+def test_a_chunk_size_other_than_the_models_is_refused() -> None:
+    config = harts_debug()
+    config.dataloader.planner = replace(config.dataloader.planner, chunk_size=32)
+    with pytest.raises(ValueError, match=r"planner\.chunk_size must be the model's 64, got 32"):
+        config.build()
 
 
 @pytest.mark.parametrize(
