@@ -73,7 +73,8 @@ def of_file(name: str) -> np.ndarray:
 def of_trajectories(trajectories: list[np.ndarray]) -> np.ndarray:
     batch = sort_batch(trajectories, capacity=ROWS)
     fitting = int(np.searchsorted(np.cumsum(batch.length - batch.lcp), ROWS, side="right"))
-    return plan_microbatch([trajectories[i] for i in batch.order[:fitting]]).subtree_end
+    chosen = plan_microbatch([trajectories[i] for i in batch.order[:fitting]])
+    return chosen.subtree_end.astype(np.int32)
 
 
 def context_edited(steps: int = 40, kept: int = 5) -> np.ndarray:
@@ -193,34 +194,36 @@ def flex_tree(plan: dict[str, Any]) -> Callable[..., Tensor]:
     return run
 
 
-def gathered_keys(end: np.ndarray) -> Callable[..., Tensor]:
-    """Each run of rows without a fork attends to a gathered copy of its ancestors (paper 3.4)."""
-    from flash_attn.cute import flash_attn_varlen_func
-
+def ancestors_of_runs(end: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Sizes of the runs of rows without a fork, and each run's ancestors followed by its rows."""
     path: list[int] = []
-    starts, keys = [0], []
-    previous: list[int] = []
+    starts: list[int] = []
+    before: list[np.ndarray] = []
     for row in range(len(end)):
         while path and end[path[-1]] <= row:
             path.pop()
-        if row and (not path or path[-1] != row - 1 or end[row] != end[row - 1]):
+        if not path or path[-1] != row - 1 or end[row] != end[row - 1]:
             starts.append(row)
-        if starts[-1] == row:
-            previous = list(path)
-            keys.append(previous)
+            before.append(np.array(path, np.int64))
         path.append(row)
-    starts.append(len(end))
-    sizes = np.diff(starts)
-    gathered = [
-        np.concatenate([np.array(before, np.int64), np.arange(first, first + size)])
-        for before, first, size in zip(keys, starts[:-1], sizes, strict=True)
+    stops = [*starts[1:], len(end)]
+    keys = [
+        np.concatenate([rows, np.arange(start, stop)])
+        for rows, start, stop in zip(before, starts, stops, strict=True)
     ]
-    index = torch.from_numpy(np.concatenate(gathered)).cuda()
-    lengths = [len(x) for x in gathered]
+    return np.subtract(stops, starts), keys
+
+
+def gathered_keys(end: np.ndarray) -> Callable[..., Tensor]:
+    """Varlen attention of each run to a gathered copy of its ancestors."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    sizes, keys = ancestors_of_runs(end)
+    index = torch.from_numpy(np.concatenate(keys)).cuda()
+    lengths = [len(rows) for rows in keys]
     cu_q, cu_k = (
         torch.tensor([0, *np.cumsum(x)], dtype=torch.int32, device="cuda") for x in (sizes, lengths)
     )
-    longest = (int(sizes.max()), max(lengths))
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = k.index_select(0, index), v.index_select(0, index)
@@ -230,8 +233,8 @@ def gathered_keys(end: np.ndarray) -> Callable[..., Tensor]:
             v,
             cu_seqlens_q=cu_q,
             cu_seqlens_k=cu_k,
-            max_seqlen_q=longest[0],
-            max_seqlen_k=longest[1],
+            max_seqlen_q=int(sizes.max()),
+            max_seqlen_k=max(lengths),
             causal=True,
         )[0]
 
@@ -239,11 +242,21 @@ def gathered_keys(end: np.ndarray) -> Callable[..., Tensor]:
 
 
 @contextlib.contextmanager
-def peak_memory(into: dict[str, float], name: str) -> Iterator[None]:
+def peak_memory() -> Iterator[dict[str, float]]:
+    """Memory that what runs inside adds, inputs apart; filled in at the end."""
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    yield
-    into[name] = (torch.cuda.max_memory_allocated() - before) / 2**30
+    found: dict[str, float] = {}
+    yield found
+    found["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def attempt(fn: Callable[..., Tensor], inputs: tuple[Tensor, ...], pairs: int) -> dict[str, Any]:
+    """What `measure` finds; what this machine cannot run is reported, not fatal."""
+    try:
+        return measure(fn, inputs, pairs)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"[:300]}
 
 
 def visited_area(plan: dict[str, Any]) -> float:
@@ -286,7 +299,9 @@ def bench_trees(backends: list[str]) -> dict[str, Any]:
             def run(q, k, v, plan=plan, backend=backend):
                 return tree_attention(q, k, v, **plan, backend=backend)
 
-            row[backend] = measure(run, inputs, pairs)
+            with peak_memory() as memory:
+                row[backend] = attempt(run, inputs, pairs)
+            row[backend] |= memory
             row |= {"rows": len(end), "density": 2 * pairs / len(end) / (len(end) + 1)}
             row[f"{backend}_visited_area"] = visited_area(plan)
         trees[name] = row
@@ -310,12 +325,9 @@ def bench_others(has_fa4: bool) -> dict[str, Any]:
         runs["gathered_keys"] = (gathered_keys(end), tree_pairs)
     found: dict[str, Any] = {}
     for name, (fn, pairs) in runs.items():
-        try:
-            memory: dict[str, float] = {}
-            with peak_memory(memory, "peak_gib"):
-                found[name] = measure(fn, inputs, pairs) | memory
-        except Exception as error:  # a peer that this machine cannot run is reported, not fatal
-            found[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
+        with peak_memory() as memory:
+            found[name] = attempt(fn, inputs, pairs)
+        found[name] |= memory
         print(name, json.dumps(found[name]), flush=True)
     return found
 
@@ -338,7 +350,7 @@ def ratios(trees: dict[str, Any], others: dict[str, Any]) -> dict[str, float | N
     gathered = others.get("gathered_keys", {})
     found = {
         "fa4_tree_vs_fa4_causal": of(fa4) / causal,
-        "fa4_geomean_vs_fa4_causal": math.exp(statistics.mean(map(math.log, every))) / causal,
+        "fa4_geomean_vs_fa4_causal": statistics.geometric_mean(every) / causal,
         "fa4_tree_vs_cudnn_causal": of(fa4) / of(others["cudnn_causal"]),
         "triton_tree_vs_flex": of(random_deep["triton"]) / of(others["flex_tree"]),
         "gathered_kv_time_vs_fa4_tree": of(gathered, "ms") / of(fa4, "ms"),
@@ -355,10 +367,10 @@ def main() -> None:
     others = bench_others(has_fa4)
     tflops = {name: others.get(name, {}).get("tflops") for name in ("fa4_causal", "cudnn_causal")}
     tflops |= {"flex_tree": others["flex_tree"].get("tflops")}
-    tflops |= {"triton_tree": trees["random_deep"]["triton"]["tflops"]}
-    tflops |= {"fa4_trees": {n: row["fa4"]["tflops"] for n, row in trees.items() if "fa4" in row}}
+    tflops |= {"triton_tree": trees["random_deep"]["triton"].get("tflops")}
+    fa4_trees = {name: row["fa4"].get("tflops") for name, row in trees.items() if "fa4" in row}
     result = environment() | {
-        "tflops": tflops,
+        "tflops": tflops | {"fa4_trees": fa4_trees},
         "ratios": ratios(trees, others),
         "block_lists_65536_rows_ms": bench_lists(),
         "trees": trees,

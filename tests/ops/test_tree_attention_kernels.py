@@ -29,7 +29,7 @@ needs_kernels = pytest.mark.skipif(
     not (ON_GPU or INTERPRETED), reason="run by test_in_the_interpreter"
 )
 DEVICE = "cuda" if ON_GPU else "cpu"
-DTYPES = [torch.float, torch.bfloat16, torch.float16] if ON_GPU else [torch.float]
+DTYPES = [torch.float, torch.bfloat16] if ON_GPU else [torch.float]
 if ON_GPU or INTERPRETED:
     from harts_ops.kernels import tree_attention as kernels
 OWN = [3, 5, 8, 9, 20, 22, 23, 32]
@@ -62,13 +62,13 @@ def make_inputs(plan, heads, key_heads, width, value_width, dtype):
 
 def with_reference(q, k, v, grad, plan, dtype):
     q, k, v = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
-    out, lse = tree_attention_reference(q, k, v, **plan, return_lse=True, scale=0.3)
+    out, lse = tree_attention_reference(q, k, v, **plan, return_lse=True)
     return out, lse, *torch.autograd.grad(out, (q, k, v), grad.to(dtype))
 
 
 def with_kernels(q, k, v, grad, plan, *, tile=None):
     names = (plan[name] for name in TREE_ATTENTION_PLAN)
-    arguments = (*names, *plan["attention_blocks"], 0.3, "triton")
+    arguments = (*names, *plan["attention_blocks"], q.shape[2] ** -0.5, "triton")
     out, lse = kernels.forward_triton(q, k, v, *arguments, tile=tile)
     tiles = (tile, tile)
     grads = kernels.backward_triton(grad, q, k, v, out, lse, *arguments, tiles=tiles)
@@ -104,7 +104,8 @@ PLANS = {
 }
 # (heads, key heads, width, value width): padded widths, two tiles of a width, groups of heads
 SHAPES = [(2, 2, 24, 16), (4, 2, 16, 32), (2, 1, 48, 20), (1, 1, 12, 16)]
-SHAPES += [(4, 4, 192, 128), (4, 2, 128, 128), (2, 2, 64, 64), (2, 1, 256, 256)] if ON_GPU else []
+if ON_GPU:
+    SHAPES = [(2, 2, 24, 16), (4, 4, 192, 128), (4, 2, 128, 128), (2, 2, 64, 64), (2, 1, 256, 256)]
 
 
 @needs_kernels
@@ -125,7 +126,7 @@ def test_random_trees(seed):
     blocks = (64, 128, 32, 64) if ON_GPU else (16, 32, 16, 16)
     plan = on_device(tree.attention(own, own_padding=seed % 4, blocks=blocks))
     shape = (4, 4, 192, 128) if ON_GPU else (2, 1, 24, 16)
-    check(plan, shape, DTYPES[seed % len(DTYPES)])
+    check(plan, shape, torch.float16 if ON_GPU else torch.float)
 
 
 @needs_kernels
@@ -204,7 +205,7 @@ def test_backends_on_large_trees(backend, widths, own):
     truth = with_reference(q, k, v, grad, plan, torch.double)
     reference = with_reference(q, k, v, grad, plan, torch.bfloat16)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out, lse = tree_attention(q, k, v, **plan, scale=0.3, backend=backend, return_lse=True)
+    out, lse = tree_attention(q, k, v, **plan, backend=backend, return_lse=True)
     mine = (out, lse, *torch.autograd.grad(out, (q, k, v), grad))
     assert_close_enough(mine, reference, truth)
 
