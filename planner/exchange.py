@@ -188,13 +188,15 @@ def cell_score(state, goal, profile, cell):
     for m in range(state.load.shape[1]):
         if goal.load[m] == 0:
             continue
-        off = state.producer[cell, m] - profile[w, slots, m]
-        total = goal.producer * off * off
         off = state.work[cell, m] - profile[w, slots + 1, m]
-        total += goal.work * off * off
+        total = goal.work * off * off
+        # Squares over the target: one percent of a small slot counts like one of a large slot.
+        mean = profile[w, slots + 1, m] // (state.width[cell] + 1) + 1
+        off = state.producer[cell, m] - profile[w, slots, m]
+        total += goal.producer * (off * off * mean // (profile[w, slots, m] + mean // 8 + 1))
         for j in range(state.width[cell]):
             off = state.residual[state.rank[cell, j], m] - profile[w, j, m]
-            total += off * off
+            total += off * off * mean // (profile[w, j, m] + mean // 8 + 1)
         score += goal.load[m] * (total // goal.scale)
     return score
 
@@ -483,7 +485,8 @@ def exchange_items(state, goal, items, group, capacity, limit, evaluations, seed
                 continue
             sink = group[partner]
         else:
-            to = (choice >> 5) % cells if choice % 32 == 1 else cell
+            # Short cells need more exchanges with others to become even.
+            to = (draw >> 18) % cells if (choice >> 5) % state.width[cell] == 0 else cell
             sink = state.rank[to, (choice >> 10) % state.width[to]]
             partner = member[sink, (draw >> 8) % size[sink]]
         if sink == source:

@@ -15,6 +15,7 @@ IntArray = NDArray[np.int64]
 
 _EXACT_TRAJECTORIES = 4096  # above this the contiguous search is no longer exact over counts
 _SAMPLED_COUNTS = 32
+_ROOM = 0.95  # of the capacity: groups that could be this small may be made even
 _FEWER = 2  # slots that dissolving small contiguous groups may save
 _LARGEST_TABLE = 32_000_000  # spans times groups of a dense table
 
@@ -74,6 +75,29 @@ def fewer_groups(
     if len(work) > count:
         return None
     return Partition(group=group, work=work, source=f"{groups.source}, dissolved")
+
+
+def even_groups(batch: SortedBatch, count: int, *, capacity: int) -> Partition | None:
+    """Return contiguous groups whose largest is nearly as small as possible.
+
+    None where capacity leaves them no room to be smaller than any others; O(N log capacity).
+    """
+    from planner.kernels import contiguous_search
+
+    units = _Units.of(batch)
+    if len(units.size) > _EXACT_TRAJECTORIES or count * len(units.size) > _LARGEST_TABLE:
+        return None
+    low, high = int(units.size.max()), int(capacity * _ROOM)
+    if high < low or len(_natural(units, high)) > count:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_natural(units, middle)) <= count else (middle + 1, high)
+    within = min(capacity, low + low // 64)
+    totals, start = contiguous_search(units.size, units.lcp, within, count)
+    if totals[count] < 0:
+        return None
+    return _contiguous_partition(batch, units, _recover(start, count), "even")
 
 
 def minimum_count(compact_rows: int, *, dp: int, capacity: int) -> int:
@@ -142,15 +166,29 @@ def _natural(units: _Units, capacity: int) -> IntArray:
 def _contiguous(batch: SortedBatch, units: _Units, dp: int, capacity: int) -> list[Partition]:
     exact = len(units.size) <= _EXACT_TRAJECTORIES
     cuts = (_search_exactly if exact else _search_sampled)(units, dp, capacity)
-    if cuts is None:
-        return []
+    return [] if cuts is None else [_contiguous_partition(batch, units, cuts, "contiguous")]
+
+
+def _contiguous_partition(
+    batch: SortedBatch, units: _Units, cuts: IntArray, source: str
+) -> Partition:
+    """Return the groups that start at the given units."""
     starts = np.zeros(len(units.size), np.int64)
     starts[cuts] = 1
     group = (np.cumsum(starts) - 1)[units.item]
     work = _run_sizes(units, cuts)
     if not units.single:
         work = np.array([batch.rows(places) for places in members_of(group, len(cuts))], np.int64)
-    return [Partition(group=group, work=work, source="contiguous")]
+    return Partition(group=group, work=work, source=source)
+
+
+def _recover(start: IntArray, count: int) -> IntArray:
+    """Return the first unit of each of ``count`` groups from the search's table."""
+    cuts, end = np.zeros(count, np.int64), start.shape[1] - 1
+    for k in range(count, 0, -1):
+        end = int(start[k, end])
+        cuts[k - 1] = end
+    return cuts
 
 
 def _search_exactly(units: _Units, dp: int, capacity: int) -> IntArray | None:
@@ -173,14 +211,7 @@ def _search_exactly(units: _Units, dp: int, capacity: int) -> IntArray | None:
     counts = [k for k in range(lowest, most + 1, dp) if totals[k] >= 0]
     least = min(totals[k] for k in counts)
 
-    def recover(count: int) -> IntArray:
-        cuts, end = np.zeros(count, np.int64), len(units.size)
-        for k in range(count, 0, -1):
-            end = int(start[k, end])
-            cuts[k - 1] = end
-        return cuts
-
-    tied = [recover(k) for k in counts if totals[k] == least][:_SAMPLED_COUNTS]
+    tied = [_recover(start, k) for k in counts if totals[k] == least][:_SAMPLED_COUNTS]
     return min(tied, key=lambda cuts: initial_score(_run_sizes(units, cuts), dp))
 
 

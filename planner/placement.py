@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost import consumer_work, plan_time, producer_work, row_loads, slot_table
-from planner.partition import Partition, assign_slots, fewer_groups, members_of
+from planner.partition import Partition, assign_slots, even_groups, fewer_groups, members_of
 from planner.plan import PlannerConfig
-from planner.prefix import SortedBatch, covered_depth, select_lcp
+from planner.prefix import SortedBatch, compact_size, covered_depth, select_lcp
 
 if TYPE_CHECKING:
     from planner.exchange import Consumers, Goal, Items
@@ -26,7 +26,10 @@ _CONSUMER_SHARE = 0.8  # evaluations spent on whole consumers, per evaluation sp
 _ENOUGH = 0.002  # imbalance, as a share of a replica's work, at which the search stops
 _LARGEST_TABLE = 4_000_000  # spans times consumers that are searched at once
 _MOST_STARTS = 4  # searches whose plans are compared
-_START_BUDGET = 24_000  # evaluations below which more than one search is made
+_START_BUDGET = 48_000  # evaluations below which more than one search is made
+_GOOD = 1.01  # slot time over that of perfect sharing and balance, at which no more are made
+_FEW_TRIES = 24_000  # evaluations that a step with few microbatches gets
+_TRIES_EACH = 24  # but no more than this a trajectory
 _TRIMS = 32  # producer leaves capped in a window to shorten it
 _MORE_WINDOWS = 6  # window counts tried beyond the fewest
 
@@ -62,16 +65,35 @@ def place(batch: SortedBatch, groups: Partition, config: PlannerConfig) -> Place
     if config.share != "windows" or (slots == 1 and config.dp == 1):
         return _place_without_producers(batch, groups, config)
     groups = _suit_windows(batch, groups, config)
-    blocks = _cut_blocks(batch, groups, config)
-    tries = config.search.evaluations * groups.num_groups
+    tries = _tries(groups.num_groups, batch.num_trajectories, config)
     starts = min(_MOST_STARTS, max(1, _START_BUDGET // max(1, tries)))
-    found = [
-        _assemble(batch, [_place_block(block, config, start) for block in blocks], config)
-        for start in range(starts)
-    ]
     if starts == 1:
-        return found[0]
-    return min(found, key=lambda one: _acceptance(batch, one, config))
+        return _search(batch, groups, config, 0)
+    even = even_groups(batch, groups.num_groups, capacity=config.capacity)
+    unique = compact_size(batch.length, batch.lcp)
+    best: tuple[tuple[float, int, float, int], Placement] | None = None
+    for start in range(starts):
+        part = even if even is not None and start % 2 else groups
+        placement = _search(batch, part, config, start)
+        score = _acceptance(batch, placement, config)
+        if best is None or score < best[0]:
+            best = score, placement
+        rows = config.cost.forward_row + config.cost.backward_row
+        if config.search.balance == "rows" and score[0] * config.dp <= _GOOD * rows * unique:
+            break
+    assert best is not None
+    return best[1]
+
+
+def _search(batch: SortedBatch, groups: Partition, config: PlannerConfig, start: int) -> Placement:
+    blocks = _cut_blocks(batch, groups, config)
+    return _assemble(batch, [_place_block(block, config, start) for block in blocks], config)
+
+
+def _tries(num_groups: int, num_trajectories: int, config: PlannerConfig) -> int:
+    """Evaluations: so many a microbatch, yet enough for a few large ones."""
+    few = min(_FEW_TRIES, _TRIES_EACH * num_trajectories)
+    return max(config.search.evaluations * num_groups, few if config.search.evaluations else 0)
 
 
 def _acceptance(
@@ -219,7 +241,7 @@ def _place_block(block: _Block, config: PlannerConfig, start: int) -> _Searched:
     group = block.group[items.member[items.ptr[:-1]]]
     state = _start(block, items, group, config)
     goal = _goal(state, config)
-    tries = config.search.evaluations * block.num_groups
+    tries = _tries(block.num_groups, len(block.place), config)
     limit = _producer_rows(config)
     seed = (config.search.seed * 7919 + start * 104_729 + 777) & 0x7FFFFFFF
     if len(state.window) > 1:
