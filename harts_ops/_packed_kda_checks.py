@@ -43,7 +43,11 @@ def check_rows(
             f"need q [R, HK, K] and v [R, HV, V], got {list(q.shape)} and {list(v.shape)}"
         )
     (rows, key_heads, width), heads = q.shape, v.shape[1]
-    if key_heads == 0 or heads % key_heads != 0:
+    if 0 in (key_heads, heads, width, v.shape[2]):
+        raise ValueError(
+            f"need heads and widths of at least 1, got q {list(q.shape)} and v {list(v.shape)}"
+        )
+    if heads % key_heads != 0:
         raise ValueError(f"need HV a multiple of HK, got {heads} value and {key_heads} key heads")
     require_shape("k", k, (rows, key_heads, width))
     require_shape("v", v, (rows, heads, v.shape[2]))
@@ -105,6 +109,12 @@ def check_dtypes(
             )
     if external_states is not None and external_states.dtype != compute:
         raise ValueError(f"need external_states in {compute}, got {external_states.dtype}")
+
+
+def check_devices(device: torch.device, **tensors: Tensor | None) -> None:
+    for name, x in tensors.items():
+        if x is not None and x.device != device:
+            raise ValueError(f"need {name} on {device} as q, got {x.device}")
 
 
 def check_plan(

@@ -84,6 +84,10 @@ def chunk_order(inputs: PackedKdaInputs) -> ChunkOrder:
         raise ValueError(f"the plan's chunks do not fit chunk_size = {size}")
     if inputs.halo_k is None and bool((inputs.packed_row >= inputs.q.shape[0]).any()):
         raise ValueError("the plan replays halo rows: need halo_k, halo_v, halo_gate, halo_beta")
+    first_export = inputs.reader_ptr.shape[0] - 1 - inputs.num_exports
+    outside = (inputs.source > 0) & (inputs.source < first_export)
+    if inputs.external_states is None and bool(outside.any()):
+        raise ValueError("the plan starts from external states: need external_states")
     round_of = torch.searchsorted(inputs.round_ptr[1:].long(), sequence, right=True)
     num_steps = int(num_chunks.max()) if num_chunks.numel() else 0
     cell = round_of * num_steps + step

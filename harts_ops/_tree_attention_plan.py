@@ -33,10 +33,17 @@ def tree_attention_blocks(
 def check_dtypes(**tensors: Tensor) -> None:
     dtypes = {name: x.dtype for name, x in tensors.items()}
     device_type = next(iter(tensors.values())).device.type
+    check_devices(**tensors)
     # Under autocast the op itself brings them to one dtype.
     mixed = len(set(dtypes.values())) > 1 and not torch.is_autocast_enabled(device_type)
     if mixed or not all(dtype.is_floating_point for dtype in dtypes.values()):
         raise ValueError(f"need one floating-point dtype, got {dtypes}")
+
+
+def check_devices(**tensors: Tensor | None) -> None:
+    devices = {name: str(x.device) for name, x in tensors.items() if x is not None}
+    if len(set(devices.values())) > 1:
+        raise ValueError(f"need one device, got {devices}")
 
 
 def checked_plan(
@@ -50,6 +57,7 @@ def checked_plan(
     backend: str,
 ) -> tuple:
     """The plan arguments of the ops, in their order, after checks."""
+    check_devices(q=q, **dict(zip(TREE_ATTENTION_PLAN, (subtree_end, q_row, *lists), strict=True)))
     if subtree_end.shape != (rows,) or q_row.shape != q.shape[:1]:
         raise ValueError(
             f"need subtree_end [{rows}] (key rows) and q_row [{q.shape[0]}] (queries), got "
@@ -70,8 +78,8 @@ def checked_plan(
     else:
         _check_lists(lists, q.shape[0], rows, attention_blocks)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if scale <= 0:
-        raise ValueError(f"need a positive scale, got {scale}")
+    if not 0 < scale < float("inf"):
+        raise ValueError(f"need a positive, finite scale, got {scale}")
     return subtree_end, q_row, *lists, *attention_blocks, scale, backend
 
 
@@ -93,6 +101,9 @@ def _check_lists(
             "need kv_count, kv_index, q_count, q_index all None or at least of the shapes "
             f"{need} for attention_blocks {attention_blocks}, got {got}"
         )
+    dtypes = [x.dtype for x in lists if x is not None]
+    if any(dtype != torch.int32 for dtype in dtypes):
+        raise ValueError(f"need int32 kv_count, kv_index, q_count, q_index, got {dtypes}")
 
 
 def visible_pairs(subtree_end: Tensor, q_row: Tensor) -> int:

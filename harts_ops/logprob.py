@@ -6,6 +6,7 @@
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.utils.flop_counter import register_flop_formula
@@ -36,7 +37,7 @@ def compact_logprob(
     Args:
         hidden: Final hidden states ``[C, D]``; fp16, bf16, fp32 or fp64.
         weight: LM-head weight ``[V, D]``, in ``hidden``'s dtype (autocast casts both).
-        row: Row of each position ``[S]``, int64 in ``[0, C)``; the range is not checked.
+        row: Row of each position ``[S]``, int64; a target on a row outside ``[0, C)`` gives NaN.
         label: Next token of each position ``[S]``, int64: -100 where there is no target (result 0,
             no gradient); any other label outside ``[0, V)`` gives NaN.
         target_row: Rows that have a target ``[M]``, int64, ascending, without repetition: only
@@ -354,8 +355,8 @@ def _check(
             raise ValueError(f"need {name} on {hidden.device} as hidden, got {x.device}")
     if not temperature > 0:
         raise ValueError(f"need temperature > 0, got {temperature}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"need softcap > 0 or None, got {softcap}")
+    if softcap is not None and not 0 < softcap < float("inf"):
+        raise ValueError(f"need a finite softcap > 0 or None, got {softcap}")
     # A custom op would drop tangents without a word.
     if any(unpack_dual(x).tangent is not None for x in (hidden, weight)):
         raise NotImplementedError("compact_logprob has no forward-mode derivative")
@@ -371,10 +372,11 @@ def read_logits(
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Multiplied row of each position (-1: it reads no logit), its column, and a mask of NaN."""
-    local = row
+    local = row.where((row >= 0) & (row < num_rows), -1)
     if target_row is not None:
         order = torch.arange(target_row.shape[0], device=row.device)
-        local = row.new_full((num_rows,), -1).index_copy(0, target_row, order)[row]
+        place = row.new_full((num_rows,), -1).index_copy(0, target_row, order)
+        local = F.pad(place, (0, 1), value=-1)[local]
     column = label - vocab_start
     inside = (column >= 0) & (column < vocab)
     missing = local < 0

@@ -289,9 +289,11 @@ def _check(
         raise ValueError(f"need balance_counts [{num_experts}], got {tuple(balance_counts.shape)}")
     if scope == "trajectory":
         _check_spans(spans)
-    for name, x in {"expert_index": expert_index, "multiplicity": multiplicity, **spans}.items():
+    integers = {"expert_index": expert_index, "multiplicity": multiplicity, **spans}
+    for name, x in integers.items():
         if x is not None and x.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"need {name} in int32 or int64, got {x.dtype}")
+    for name, x in {**integers, "balance_counts": balance_counts}.items():
         if x is not None and x.device != logits.device:
             raise ValueError(f"need {name} on {logits.device} as logits, got {x.device}")
     # A custom op would drop tangents without a word.

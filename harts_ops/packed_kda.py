@@ -14,6 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 from harts_ops import _packed_kda_chunks
 from harts_ops._packed_kda_checks import (
     PACKED_KDA_PLAN,
+    check_devices,
     check_dtypes,
     check_gate,
     check_plan,
@@ -139,6 +140,11 @@ def packed_kda(
         round_ptr, source, export_slot, reader_ptr, reader,
     )  # fmt: skip
     check_plan(plan, q.shape[0], num_rounds, num_exports, chunk_size)
+    check_devices(
+        q.device, k=k, v=v, gate=gate, beta=beta, halo_k=halo_k, halo_v=halo_v,
+        halo_gate=halo_gate, halo_beta=halo_beta, external_states=external_states, A_log=A_log,
+        dt_bias=dt_bias, **dict(zip(PACKED_KDA_PLAN, plan, strict=False)),
+    )  # fmt: skip
     states = (reader_ptr.shape[0] - 2 - num_exports, v.shape[1], q.shape[2], v.shape[2])
     if external_states is not None:
         require_shape("external_states", external_states, states)

@@ -231,6 +231,12 @@ def _taps(
     x: Tensor, halo: Tensor | None, conv_cu_seqlens: Tensor, tap_row: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The rows that taps read ``[A, D]``, and which of them each row's taps read ``[W, R]``."""
+    last_row, last_tap = int(conv_cu_seqlens[-1]), int(tap_row.max()) if tap_row.numel() else -1
+    if last_row > x.shape[0] or last_tap >= _readable_rows(x, halo):
+        raise ValueError(
+            f"the plan has {last_row} rows in chains and taps up to row {last_tap}: it is not that "
+            f"of {x.shape[0]} own rows and {0 if halo is None else halo.shape[0]} halo rows"
+        )
     zero = x.new_zeros(1, x.shape[1])
     readable_AD = torch.cat([x, zero] if halo is None else [x, halo, zero]).to(_compute_dtype(x))
     taps = tap_row.shape[1]
@@ -307,6 +313,9 @@ def _check(
     mixed = len(dtypes) > 1 and not torch.is_autocast_enabled(x.device.type)
     if mixed or not all(dtype.is_floating_point for dtype in dtypes):
         raise ValueError(f"need one floating-point dtype, got {sorted(map(str, dtypes))}")
+    devices = {str(y.device) for y in (x, weight, halo, bias) if y is not None}
+    if len(devices) > 1:
+        raise ValueError(f"need x, weight, halo and bias on one device, got {sorted(devices)}")
     if activation not in ("silu", None):
         raise ValueError(f"need activation 'silu' or None, got {activation!r}")
 
@@ -331,6 +340,8 @@ def _check_plan(
     plan = (conv_cu_seqlens, tap_row, tap_reader_ptr, tap_reader)
     if any(y.dtype != torch.int32 for y in plan):
         raise ValueError(f"need an int32 plan, got {', '.join(str(y.dtype) for y in plan)}")
+    if any(y.device != x.device for y in plan):
+        raise ValueError(f"need the plan on {x.device}, got {[str(y.device) for y in plan]}")
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

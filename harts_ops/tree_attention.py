@@ -80,6 +80,11 @@ def tree_attention(
             "need q [R, H, K], k [C, Hkv, K], v [C, Hkv, V], got "
             f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
+    if 0 in (q.shape[1], k.shape[1], q.shape[2], v.shape[2]):
+        raise ValueError(
+            "need heads and widths of at least 1, got "
+            f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
     if q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
         raise ValueError(
             "need q and k of one width and H a multiple of Hkv, got q "
@@ -372,6 +377,8 @@ def _check_mla(
         and q_rope.shape[2] == k_rope.shape[1]
         and latent.shape[0] == k_rope.shape[0]
         and latent.shape[1] == kv_up_weight.shape[1]
+        and q_nope.shape[1] > 0
+        and q_nope.shape[2] + q_rope.shape[2] > 0
         and kv_up_weight.shape[0] % q_nope.shape[1] == 0
         and kv_up_weight.shape[0] > q_nope.shape[1] * q_nope.shape[2]
     )

@@ -112,6 +112,19 @@ def test_a_target_that_cannot_be_answered_is_nan():
     ]
 
 
+def test_a_target_on_a_row_that_is_not_there_is_nan():
+    """The plan of another microbatch: no target may silently count as certain."""
+    hidden, weight, row, label = make_inputs()
+    wrong = row + hidden.shape[0] // 2
+    missing = (label >= 0) & (wrong >= hidden.shape[0])
+    for target_row in (None, torch.arange(hidden.shape[0])):
+        inputs = (hidden, weight, wrong, label)
+        out, grad_hidden, _ = run(compact_logprob, inputs, target_row=target_row)
+        assert missing.any() and out.isnan().equal(missing) and grad_hidden.isfinite().all()
+        parts = compact_logprob_parts(hidden, weight, wrong, label, target_row=target_row)
+        assert parts[0].isnan().equal(missing)
+
+
 def test_shared_rows_are_summed_in_one_order():
     """Chunks, threads and repeats change nothing: the sum follows the positions."""
     inputs = make_inputs(rows=3, positions=400, dtype=torch.float)
@@ -385,7 +398,8 @@ def change(**changes):
         ({"target_row": lambda x: torch.zeros(2)}, "target_row in int64"),
         ({"row": lambda x: x.to("meta")}, "row on cpu"),
         ({"temperature": lambda x: 0.0}, "temperature > 0"),
-        ({"softcap": lambda x: -1.0}, "softcap > 0"),
+        ({"softcap": lambda x: -1.0}, "finite softcap > 0"),
+        ({"softcap": lambda x: float("inf")}, "finite softcap > 0"),
     ],
 )
 def test_refuses(changes, message):

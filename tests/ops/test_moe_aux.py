@@ -493,6 +493,10 @@ def test_torch_func_works_or_is_refused():
         ({"scope": lambda x: "global"}, "need balance_counts"),
         ({"balance_counts": lambda x: torch.ones(7)}, "only there"),
         ({"scope": lambda x: "global", "balance_counts": lambda x: torch.ones(6)}, r"counts \[7\]"),
+        (
+            {"scope": lambda x: "global", "balance_counts": lambda x: torch.ones(7, device="meta")},
+            "balance_counts on cpu as logits, got meta",
+        ),
         ({"span_end": lambda x: None}, "needs span_end"),
         ({"span_ptr": lambda x: x[1:]}, r"span_ptr \[G \+ 1\]"),
         ({"span_parent": lambda x: x[1:]}, "span_parent and span_end"),

@@ -170,6 +170,10 @@ def put(name, value):
             lambda case: case.update(external_states=case["external_states"].float()),
             "need external_states in torch.float64",
         ),
+        (lambda case: case.update(v=case["v"][..., :0]), "need heads and widths of at least 1"),
+        (lambda case: case.update(v=case["v"].to("meta")), "need v on cpu as q, got meta"),
+        (lambda case: case.update(source=case["source"].to("meta")), "need source on cpu as q"),
+        (put("external_states", None), "the plan starts from external states"),
         (
             lambda case: [case.pop(f"halo_{n}") for n in ("k", "v", "gate", "beta")],
             "the plan replays halo rows",

@@ -1,5 +1,6 @@
 """tree_short_conv on the CPU: values, gradients, equality with trajectories, compilation."""
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -12,8 +13,9 @@ from harts_ops.short_conv import (
     tree_short_conv_op,
     tree_short_conv_reference,
 )
+from planner import plan_microbatch
 from tests.ops.row_plans import RowTree, chain, sample_tree
-from tests.trees import named_trees
+from tests.trees import named_trees, random_cached_prefixes, random_trajectories
 
 OWN = [3, 5, 8, 9, 20, 22, 23, 32]  # own rows of a consumer of `sample_tree`
 
@@ -115,6 +117,30 @@ def test_a_consumer_is_bitwise_the_whole_tree():
     plan, halo = sample_tree().short_conv(OWN)
     part = tree_short_conv(x[OWN], weight, halo=x[halo], bias=rest["bias"], **plan)
     torch.testing.assert_close(part, whole[OWN], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_planned_consumer_is_bitwise_its_trajectories(seed):
+    rng = np.random.default_rng(seed)
+    trajectories = random_trajectories(rng, max_length=20)
+    cached = random_cached_prefixes(rng, trajectories)
+    layout = plan_microbatch(trajectories, cached_prefixes=cached, chunk_size=4, align=seed + 1)
+    arrays = layout.arrays()
+    plan = {name: torch.as_tensor(arrays[name]) for name in TREE_SHORT_CONV_PLAN}
+    rows = torch.randn(len(arrays["token"]), 37)
+    of_producer = dict(zip(arrays["producer_row"], arrays["cached_row"], strict=True))
+    halo = rows[[int(of_producer.get(row, 0)) for row in arrays["halo_row"]]]
+    weight = torch.randn(37, 4)
+    y = tree_short_conv(rows[arrays["q_row"]], weight, halo=halo, **plan)
+    own = {row: i for i, row in enumerate(arrays["own_row"].tolist())}
+    pointer = arrays["trajectory_ptr"]
+    for start, end in zip(pointer[:-1], pointer[1:], strict=True):
+        path = arrays["row"][start:end]
+        alone, _ = chain(len(path)).short_conv()
+        expected = tree_short_conv(rows[path], weight, halo=rows[:2], **alone)
+        for row, line in zip(path.tolist(), expected, strict=True):
+            if row in own:
+                torch.testing.assert_close(y[own[row]], line, rtol=0, atol=0)
 
 
 def test_gradcheck():
@@ -252,6 +278,11 @@ BAD = {
     r"tap_row \[Nc, 3\]": lambda a: a.update(tap_row=a["tap_row"][:, 1:]),
     "tap_reader_ptr": lambda a: a.update(tap_reader_ptr=a["tap_reader_ptr"][1:]),
     "int32 plan": lambda a: a.update(tap_row=a["tap_row"].long()),
+    "on one device": lambda a: a.update(weight=a["weight"].to("meta")),
+    "need the plan on cpu": lambda a: a.update(tap_row=a["tap_row"].to("meta")),
+    "not that of 10 own rows and": lambda a: a.update(tap_row=a["tap_row"] + 99),
+    "the plan has 99 rows": lambda a: a.update(conv_cu_seqlens=a["conv_cu_seqlens"].clamp(99)),
+    "and 0 halo rows": lambda a: a.pop("halo"),
 }
 
 

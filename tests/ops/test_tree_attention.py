@@ -17,8 +17,9 @@ from harts_ops.tree_attention import (
     tree_mla_op,
     tree_mla_reference,
 )
+from planner import plan_microbatch
 from tests.ops.row_plans import RowTree, chain, sample_tree
-from tests.trees import named_trees, random_trajectories
+from tests.trees import named_trees, random_cached_prefixes, random_trajectories
 
 OWN = [3, 5, 8, 9, 20, 22, 23, 32]  # queries of a consumer of `sample_tree`
 MLA_NAMES = ("q_nope", "q_rope", "latent", "k_rope", "kv_up_weight")
@@ -147,6 +148,31 @@ def test_block_lists_hold_every_visible_pair_and_full_blocks_nothing_else(seed):
         for kind in (0, 1):
             for n, line in zip(count[kind], index[kind], strict=True):
                 assert (line[:n].diff() > 0).all() and not line[n:].any()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_planned_layout_gives_each_trajectory_its_own_attention(seed):
+    rng = np.random.default_rng(seed)
+    trajectories = random_trajectories(rng, max_length=20)
+    cached = random_cached_prefixes(rng, trajectories) if seed % 2 else None
+    layout = plan_microbatch(trajectories, cached_prefixes=cached, chunk_size=4, align=seed + 1)
+    blocks = (4, 3, 5, 2)
+    arrays = layout.arrays(attention_blocks=blocks)
+    plan = {name: torch.as_tensor(arrays[name]) for name in TREE_ATTENTION_PLAN}
+    built = tree_attention_blocks(plan["subtree_end"], plan["q_row"], attention_blocks=blocks)
+    for name, table in zip(TREE_ATTENTION_PLAN[2:], built, strict=True):
+        torch.testing.assert_close(plan[name], table, rtol=0, atol=0)
+    _, k, v = make_inputs(plan, grad=False)
+    rows = torch.randn(len(k), 4, 6, dtype=torch.double)
+    out = tree_attention(rows[plan["q_row"]], k, v, **plan, attention_blocks=blocks)
+    own = {row: i for i, row in reversed(list(enumerate(plan["q_row"].tolist())))}
+    pointer = arrays["trajectory_ptr"]
+    for start, end in zip(pointer[:-1], pointer[1:], strict=True):
+        path = torch.as_tensor(arrays["row"][start:end])
+        alone = tree_attention(rows[path], k[path], v[path], **chain(len(path)).attention())
+        for row, expected in zip(path.tolist(), alone, strict=True):
+            if row in own:
+                torch.testing.assert_close(out[own[row]], expected)
 
 
 def test_planned_lists_may_be_padded():
@@ -363,6 +389,11 @@ def test_recomputation_is_bitwise():
 
 BAD = {
     "need q \\[R, H, K\\]": lambda a: a.update(q=a["q"][0]),
+    "heads and widths of at least 1": lambda a: a.update(v=a["v"][..., :0]),
+    "need one device": lambda a: a.update(k=a["k"].to("meta")),
+    "one device, got .*'subtree_end': 'meta'": lambda a: a.update(
+        subtree_end=a["subtree_end"].to("meta")
+    ),
     "need q and k of one width": lambda a: a.update(q=a["q"][..., 1:]),
     "a multiple of Hkv": lambda a: a.update(q=a["q"][:, :3]),
     "one floating-point dtype": lambda a: a.update(v=a["v"].float()),
@@ -370,7 +401,9 @@ BAD = {
     "q_row \\[10\\]": lambda a: a.update(q_row=a["q_row"][1:]),
     "int32": lambda a: a.update(q_row=a["q_row"].long()),
     "four positive": lambda a: a.update(attention_blocks=(0, 4, 4, 4)),
-    "positive scale": lambda a: a.update(scale=0.0),
+    "positive, finite scale, got 0": lambda a: a.update(scale=0.0),
+    "positive, finite scale, got nan": lambda a: a.update(scale=float("nan")),
+    "int32 kv_count": lambda a: a.update(kv_index=a["kv_index"].long()),
     "backend": lambda a: a.update(backend="flash"),
     "'auto' on the CPU": lambda a: a.update(backend="triton"),
     "at least of the shapes": lambda a: a.update(q_index=a["q_index"][:, :, 1:]),
@@ -406,6 +439,13 @@ def test_mla_rejects(name):
     arguments[name] = arguments[name].float()
     with pytest.raises(ValueError, match="one floating-point dtype"):
         tree_mla(*arguments.values(), **plan)
+
+
+def test_mla_needs_a_head():
+    plan = PLANS["consumer"]
+    q_nope, q_rope, *rest = make_mla_inputs(plan)
+    with pytest.raises(ValueError, match=r"need q_nope \[R, H, Dn\]"):
+        tree_mla(q_nope[:, :0], q_rope[:, :0], *rest, **plan)
 
 
 def test_block_lists_cost_little():
