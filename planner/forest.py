@@ -69,7 +69,12 @@ def check_signs(
     for first in range(0, len(order), _BATCH):
         batch = slice(first, first + _BATCH)
         parts = [trajectories[i][k:] for i, k in zip(order[batch], shared[batch], strict=True)]
-        if np.concatenate(parts).min(initial=0) < 0:
+        # Many short parts are dear to look at one by one, few long ones dear to copy.
+        if sum(map(len, parts)) > _COPIED:
+            negative = any(part.min(initial=0) < 0 for part in parts)
+        else:
+            negative = np.concatenate(parts).min(initial=0) < 0
+        if negative:
             place = next(j for j, part in enumerate(parts) if part.min(initial=0) < 0)
             index, tokens = order[first + place], parts[place]
             at = int((tokens < 0).argmax())
@@ -79,6 +84,7 @@ def check_signs(
             )
 
 
+_COPIED = 1 << 17  # tokens
 _BATCH = 256  # trajectories checked at a time, so that a large batch is never copied whole
 
 

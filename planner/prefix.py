@@ -11,15 +11,34 @@ import numpy as np
 if TYPE_CHECKING:
     from planner.kernels import Spans
 
-_FIRST_BLOCK = 128  # tokens compared at first; deeper comparisons take larger blocks
+_FIRST_BLOCK = 512  # tokens compared at first; deeper comparisons take larger blocks
 _BLOCK_GROWTH = 4
+_LARGEST_BLOCK = 16_384
 _CACHED_BYTES = 1 << 20  # keys that are compared in one go, since comparing them again is cheap
 _KEY_BYTES = 1 << 22  # sort keys alive at one time: a batch is never copied, caches hold them
 
 
-def _key(trajectory: np.ndarray, start: int, block: int) -> bytes:
+def _as_native(trajectories: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
     # Little-endian int32 on every platform, so that every rank finds the same order.
-    return trajectory[start : start + block].astype("<i4", copy=False).tobytes()
+    if all(x.dtype == "<i4" for x in trajectories):
+        return trajectories
+    return [x.astype("<i4", copy=False) for x in trajectories]
+
+
+def _skip_common(members: Sequence[np.ndarray], start: int) -> tuple[int, int]:
+    """Return a position before which all members are equal, and the block that then differs.
+
+    Copies are dropped at once, so that they stay in the cache whatever the number of members.
+    """
+    block = _FIRST_BLOCK
+    while True:
+        key = members[0][start : start + block].tobytes()
+        if len(key) < 4 * block or members[-1][start : start + block].tobytes() != key:
+            return start, block
+        if not all(x[start : start + block].tobytes() == key for x in members):
+            return start, block
+        start += block
+        block = min(block * _BLOCK_GROWTH, _LARGEST_BLOCK)
 
 
 def _first_difference(left: bytes, right: bytes) -> int:
@@ -44,19 +63,22 @@ def sort_with_lcp(trajectories: Sequence[np.ndarray]) -> tuple[np.ndarray, np.nd
         trajectories by index), and ``lcp[i]``, tokens that sorted trajectories ``i - 1`` and ``i``
         have in common (``lcp[0] = 0``); both int64 ``[N]``.
     """
+    native = _as_native(trajectories)
     order: list[int] = []
     lcp: list[int] = []
-    stack = [(list(range(len(trajectories))), 0, _FIRST_BLOCK, 0)] if len(trajectories) else []
+    stack = [(list(range(len(native))), 0, 0)] if len(native) else []
     while stack:
-        members, start, block, before = stack.pop()
+        members, start, before = stack.pop()
         if len(members) == 1:
             order.append(members[0])
             lcp.append(before)
             continue
+        tokens = [native[i] for i in members]
+        start, block = _skip_common(tokens, start)
         block = max(1, min(block, _KEY_BYTES // (4 * len(members))))
-        if 4 * len(members) * (len(trajectories[members[0]]) - start) <= _CACHED_BYTES:
+        if 4 * len(members) * (len(tokens[0]) - start) <= _CACHED_BYTES:
             block = max(block, _CACHED_BYTES // (4 * len(members)))
-        keys = [_key(trajectories[i], start, block) for i in members]
+        keys = [x[start : start + block].tobytes() for x in tokens]
         ranked = sorted(range(len(members)), key=keys.__getitem__)
         runs = [[ranked[0]]]
         for rank in ranked[1:]:
@@ -71,7 +93,7 @@ def sort_with_lcp(trajectories: Sequence[np.ndarray]) -> tuple[np.ndarray, np.nd
                 before = start + _first_difference(keys[runs[at - 1][0]], key)
             group = [members[rank] for rank in run]
             if key:
-                children.append((group, start + block, block * _BLOCK_GROWTH, before))
+                children.append((group, start + block, before))
             else:  # the empty key sorts first: these trajectories ended before this block
                 order.extend(group)
                 lcp.extend([before] + [len(trajectories[i]) for i in group[1:]])
