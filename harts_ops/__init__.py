@@ -21,6 +21,7 @@ from harts_ops.short_conv import (
 )
 from harts_ops.tree_attention import (
     TREE_ATTENTION_PLAN,
+    preferred_attention_blocks,
     tree_attention,
     tree_attention_blocks,
     tree_attention_reference,
@@ -41,6 +42,7 @@ __all__ = [
     "compact_logprob_reference",
     "packed_kda",
     "packed_kda_reference",
+    "preferred_attention_blocks",
     "tree_attention",
     "tree_attention_blocks",
     "tree_attention_reference",

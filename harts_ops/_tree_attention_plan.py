@@ -139,7 +139,10 @@ def _blocks(x: Tensor, block: int, fill: int) -> Tensor:
 
 def _ascending(kind: Tensor) -> tuple[Tensor, Tensor]:
     """Counts and ascending indices of the true entries along the last dimension, then zeros."""
-    count = kind.sum(-1, dtype=torch.int32)
-    index = kind.logical_not().to(torch.uint8).sort(dim=-1, stable=True).indices
-    used = torch.arange(kind.shape[-1], device=kind.device) < count.unsqueeze(-1)
-    return count, torch.where(used, index, 0).to(torch.int32)
+    size = kind.shape[-1]
+    rank = kind.cumsum(-1)
+    entry = torch.arange(size, dtype=torch.int32, device=kind.device).expand(kind.shape)
+    # False entries all go to one column too many.
+    slot = torch.where(kind, rank - 1, size)
+    index = entry.new_zeros((*kind.shape[:-1], size + 1)).scatter(-1, slot, entry)
+    return kind.sum(-1, dtype=torch.int32), index[..., :size].contiguous()

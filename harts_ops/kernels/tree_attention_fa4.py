@@ -102,6 +102,20 @@ def block_sizes(width: int, value_width: int) -> tuple[int, int, int, int]:
     return ahead.m_block_size, ahead.n_block_size, back.m_block_size, back.n_block_size
 
 
+def preferred_blocks(
+    device: torch.device, dtype: torch.dtype, width: int, value_width: int, backend: str
+) -> tuple[int, int, int, int] | None:
+    """`block_sizes` if this backend can serve such calls, else None; an error for "fa4"."""
+    try:
+        need = block_sizes(width, value_width)
+        reason = _refusal(device, dtype, width, value_width, need)
+    except (ImportError, RuntimeError) as error:
+        need, reason = None, str(error)
+    if backend == "fa4" and reason:
+        raise ValueError(f"tree_attention backend 'fa4': {reason}")
+    return None if reason else need
+
+
 @functools.lru_cache
 def _refusal(
     device: torch.device,

@@ -1,5 +1,7 @@
 """tree_short_conv on the CPU: values, gradients, equality with trajectories, compilation."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -134,7 +136,7 @@ def test_a_planned_consumer_is_bitwise_its_trajectories(seed):
     y = tree_short_conv(rows[arrays["q_row"]], weight, halo=halo, **plan)
     own = {row: i for i, row in enumerate(arrays["own_row"].tolist())}
     pointer = arrays["trajectory_ptr"]
-    for start, end in zip(pointer[:-1], pointer[1:], strict=True):
+    for start, end in pairwise(pointer):
         path = arrays["row"][start:end]
         alone, _ = chain(len(path)).short_conv()
         expected = tree_short_conv(rows[path], weight, halo=rows[:2], **alone)

@@ -1,5 +1,7 @@
 """tree_attention and tree_mla on the CPU: values, gradients, registration, compilation."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -167,7 +169,7 @@ def test_a_planned_layout_gives_each_trajectory_its_own_attention(seed):
     out = tree_attention(rows[plan["q_row"]], k, v, **plan, attention_blocks=blocks)
     own = {row: i for i, row in reversed(list(enumerate(plan["q_row"].tolist())))}
     pointer = arrays["trajectory_ptr"]
-    for start, end in zip(pointer[:-1], pointer[1:], strict=True):
+    for start, end in pairwise(pointer):
         path = torch.as_tensor(arrays["row"][start:end])
         alone = tree_attention(rows[path], k[path], v[path], **chain(len(path)).attention())
         for row, expected in zip(path.tolist(), alone, strict=True):

@@ -13,6 +13,7 @@ import torch
 
 from harts_ops.tree_attention import (
     TREE_ATTENTION_PLAN,
+    preferred_attention_blocks,
     tree_attention,
     tree_attention_blocks,
     tree_attention_reference,
@@ -163,6 +164,22 @@ def test_fa4_says_what_it_lacks(monkeypatch):
     monkeypatch.setattr(fa4.importlib, "import_module", lambda name: found[name.rpartition(".")[2]])
     with pytest.raises(RuntimeError, match=r"9\.9 has another.*_fwd lacks .*block_sparse_tensors"):
         uncached()
+
+
+def test_preferred_blocks_are_those_of_fa4_where_it_runs(monkeypatch):
+    fa4 = pytest.importorskip("harts_ops.kernels.tree_attention_fa4")
+    capability = [9, 0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(capability))
+    monkeypatch.setattr(fa4, "_refusal", fa4._refusal.__wrapped__)
+    monkeypatch.setattr(fa4, "block_sizes", lambda width, value_width: (128, 128, 64, 96))
+    assert preferred_attention_blocks(192, 128, device="cuda") == (128, 128, 64, 96)
+    assert preferred_attention_blocks(192, 128, device="cpu") == (128,) * 4
+    assert preferred_attention_blocks(192, 128, device="cuda", backend="triton") == (128,) * 4
+    assert preferred_attention_blocks(192, 128, device="cuda", dtype=torch.float) == (128,) * 4
+    capability[0] = 8
+    assert preferred_attention_blocks(192, 128, device="cuda") == (128,) * 4
+    with pytest.raises(ValueError, match=r"'fa4': needs a Hopper GPU.* got 8\.0"):
+        preferred_attention_blocks(192, 128, device="cuda", backend="fa4")
 
 
 def gpu_tree(rows=3000, density=None, blocks=(128, 128, 128, 128), own=None):
