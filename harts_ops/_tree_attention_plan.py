@@ -30,6 +30,35 @@ def tree_attention_blocks(
     return *_ascending(by_query), *_ascending(by_key.transpose(1, 2))
 
 
+def preferred_attention_blocks(
+    width: int,
+    value_width: int,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.bfloat16,
+    backend: str = "auto",
+) -> Blocks:
+    """Return the ``attention_blocks`` to plan with: FlashAttention-4 serves no others.
+
+    Args:
+        width: Query and key width of a head.
+        value_width: Value width of a head.
+        device: Where `tree_attention` will run.
+        dtype: Of its inputs.
+        backend: As it will be passed to `tree_attention`.
+
+    Raises:
+        ValueError: ``backend`` is "fa4" and cannot serve such inputs there.
+    """
+    device = torch.device(device)
+    if device.type != "cuda" or backend == "triton":
+        return DEFAULT_BLOCKS
+    from harts_ops.kernels import tree_attention_fa4
+
+    found = tree_attention_fa4.preferred_blocks(device, dtype, width, value_width, backend)
+    return found or DEFAULT_BLOCKS
+
+
 def check_dtypes(**tensors: Tensor) -> None:
     dtypes = {name: x.dtype for name, x in tensors.items()}
     device_type = next(iter(tensors.values())).device.type

@@ -17,6 +17,7 @@ from harts_ops._tree_attention_plan import (
     Blocks,
     check_dtypes,
     checked_plan,
+    preferred_attention_blocks,
     tree_attention_blocks,
     visible_pairs,
 )
@@ -179,35 +180,6 @@ def tree_mla_reference(
     q = torch.cat([q_nope, q_rope], -1)
     k, v = _project_up(q, latent, k_rope, kv_up_weight)
     return tree_attention_reference(q, k, v, **plan)
-
-
-def preferred_attention_blocks(
-    width: int,
-    value_width: int,
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype = torch.bfloat16,
-    backend: str = "auto",
-) -> Blocks:
-    """Return the ``attention_blocks`` to plan with: FlashAttention-4 serves no others.
-
-    Args:
-        width: Query and key width of a head.
-        value_width: Value width of a head.
-        device: Where `tree_attention` will run.
-        dtype: Of its inputs.
-        backend: As it will be passed to `tree_attention`.
-
-    Raises:
-        ValueError: ``backend`` is "fa4" and cannot serve such inputs there.
-    """
-    device = torch.device(device)
-    if device.type != "cuda" or backend == "triton":
-        return DEFAULT_BLOCKS
-    from harts_ops.kernels import tree_attention_fa4
-
-    found = tree_attention_fa4.preferred_blocks(device, dtype, width, value_width, backend)
-    return found or DEFAULT_BLOCKS
 
 
 @torch.library.custom_op(

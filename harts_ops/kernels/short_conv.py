@@ -113,12 +113,17 @@ def _launch(
 
 
 @triton.jit
+def _append(values, value):
+    return values + (value,)  # noqa: RUF005 (Triton has no unpacking)
+
+
+@triton.jit
 def _weights(weight_ptr, channel, along, W: tl.constexpr, ACC: tl.constexpr):
     """The weight of each tap, as ``[1, channels]``."""
     weights = ()
     for w in tl.static_range(W):
         column = tl.load(weight_ptr + channel * W + w, mask=along, other=0.0).to(ACC)
-        weights = weights + (column[None, :],)  # noqa: RUF005 (not Triton)
+        weights = _append(weights, column[None, :])
     return weights
 
 
@@ -161,7 +166,7 @@ def _convolve(
             value = tl.where(away, tl.load(pointer, mask=away, other=0.0), value)
         value = value.to(ACC)
         total += value * weights[w]
-        values = values + (value,)  # noqa: RUF005 (not Triton)
+        values = _append(values, value)
     if BIAS:
         total += tl.load(bias_ptr + channel, mask=along, other=0.0).to(ACC)[None, :]
     return total, values
@@ -255,8 +260,8 @@ def _grad_kernel(
         tl.store(grad_ptr + position, grad, mask=(row < rows)[:, None] & along[None, :])
         added = ()
         for w in tl.static_range(W):
-            added = added + (sums[w] + grad * values[w],)  # noqa: RUF005 (not Triton)
-        sums = added + (sums[W] + grad,)  # noqa: RUF005 (not Triton)
+            added = _append(added, sums[w] + grad * values[w])
+        sums = _append(added, sums[W] + grad)
     for w in tl.static_range(W + 1):
         line = tl.program_id(0).to(tl.int64) * (W + 1) + w
         tl.store(partial_ptr + line * channels + channel, tl.sum(sums[w], axis=0), mask=along)
