@@ -18,6 +18,8 @@ _MULTIPLIER = 1103515245
 _INCREMENT = 12345
 _MASK = 0x7FFFFFFF
 _REFRESH = 256  # evaluations between two updates of the profile
+_PATIENCE = 160  # evaluations a consumer without gain after which the search ends
+_LEAST_PATIENCE = 3_072
 _NEAR = 16  # sorted neighbours that an item may be exchanged with
 
 
@@ -467,9 +469,18 @@ def exchange_items(state, goal, items, group, capacity, limit, evaluations, seed
         size[k] += 1
     draw = seed
     total = state.work[:, 0].sum()
+    least = np.int64(1) << 60
+    improved = 0
     for step in range(evaluations):
-        if step % _REFRESH == 0 and refresh(state, goal, profile, scores) <= enough:
-            return step
+        if step % _REFRESH == 0:
+            excess = refresh(state, goal, profile, scores)
+            if excess <= enough:
+                return step
+            if excess < least - least // 64:
+                least = excess
+                improved = step
+            elif step - improved >= max(_LEAST_PATIENCE, _PATIENCE * consumers):
+                return step
         draw = (draw * _MULTIPLIER + _INCREMENT) & _MASK
         cell = (draw >> 8) % cells
         draw = (draw * _MULTIPLIER + _INCREMENT) & _MASK
@@ -479,7 +490,7 @@ def exchange_items(state, goal, items, group, capacity, limit, evaluations, seed
         draw = (draw * _MULTIPLIER + _INCREMENT) & _MASK
         choice = draw >> 8
         draw = (draw * _MULTIPLIER + _INCREMENT) & _MASK
-        if choice % 4 == 0:
+        if choice % 2 == 0:
             partner = item + (draw >> 8) % (2 * _NEAR + 1) - _NEAR
             if partner < 0 or partner >= count:
                 continue

@@ -23,7 +23,8 @@ IntArray = NDArray[np.int64]
 # How much an exchange must gain for each row it adds; whole consumers tear trees more cheaply.
 _GROWTH_PRICE = 20
 _CONSUMER_SHARE = 0.8  # evaluations spent on whole consumers, per evaluation spent on trajectories
-_ENOUGH = 0.002  # imbalance, as a share of a replica's work, at which the search stops
+_SWAPS_A_PAIR = 16  # most swaps tried for each ordered pair of consumers
+_ENOUGH = 0.003  # imbalance, as a share of a replica's work, at which the search stops
 _LARGEST_TABLE = 4_000_000  # spans times consumers that are searched at once
 _MOST_STARTS = 4  # searches whose plans are compared
 _START_BUDGET = 48_000  # evaluations below which more than one search is made
@@ -245,7 +246,8 @@ def _place_block(block: _Block, config: PlannerConfig, start: int) -> _Searched:
     limit = _producer_rows(config)
     seed = (config.search.seed * 7919 + start * 104_729 + 777) & 0x7FFFFFFF
     if len(state.window) > 1:
-        exchange_consumers(state, goal, limit, int(tries * _CONSUMER_SHARE), seed)
+        swaps = min(int(tries * _CONSUMER_SHARE), _SWAPS_A_PAIR * block.num_groups**2)
+        exchange_consumers(state, goal, limit, swaps, seed)
     _fit(state, block, config)
     enough = int(state.work[:, goal.key].sum() / config.dp * _ENOUGH)
     limits = np.full(len(state.window), limit)
