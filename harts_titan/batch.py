@@ -176,9 +176,17 @@ def position_labels(
     """Return the label of every semantic position ``int64[S]``, -100 at non-targets.
 
     Position i of a trajectory predicts token i + 1 and is a target iff ``loss_mask[i + 1]``.
+
+    Raises:
+        ValueError: A mask has another length than its trajectory, or marks the first token.
     """
     labels = []
-    for tokens, mask in zip(trajectories, loss_masks, strict=True):
+    for index, (tokens, mask) in enumerate(zip(trajectories, loss_masks, strict=True)):
+        if len(mask) != len(tokens) or mask[0]:
+            raise ValueError(
+                f"trajectory {index}: loss_mask needs {len(tokens)} entries, the first one false, "
+                f"got {len(mask)} that begin with {mask[:1]}"
+            )
         label = np.full(len(tokens), IGNORE_INDEX, np.int64)
         label[:-1] = np.where(mask[1:], tokens[1:], IGNORE_INDEX)
         labels.append(label)

@@ -75,7 +75,16 @@ def synthetic_rollouts(config: SyntheticTrees, step: int, vocab_size: int) -> Ro
 
     Rewards are random; advantages are GRPO's over the rollouts of a prompt, and behaviour
     log-probabilities are near those of an untrained model.
+
+    Raises:
+        ValueError: Settings that make no tree.
     """
+    # A turn of fewer tokens has no observation or no action.
+    least = {"seed": 0, "prompts": 1, "branches": 1, "turns": 1, "prompt_length": 1}
+    for name, value in {**least, "turn_length": 3}.items():
+        if getattr(config, name) < value:
+            got = getattr(config, name)
+            raise ValueError(f"dataloader.synthetic.{name} must be at least {value}, got {got}")
     rng = np.random.default_rng((config.seed, step))
     columns: dict[str, list[Any]] = {
         name: [] for name in ("token_ids", "loss_mask", "advantage", "logprobs", "reward", "group")
@@ -207,10 +216,15 @@ class StepTargets:
     totals: Totals
 
     @classmethod
-    def of(cls, rollouts: Rollouts) -> "StepTargets":
-        """Count the targets of a step."""
+    def of(cls, rollouts: Rollouts, *, paired: bool = True) -> "StepTargets":
+        """Count the targets of a step.
+
+        Args:
+            rollouts: The step's trajectories.
+            paired: Whether its objective reads pairs; otherwise the column is not looked at.
+        """
         positions = tuple(np.flatnonzero(mask) for mask in rollouts.loss_mask)
-        pairs = preference_pairs(rollouts)
+        pairs = preference_pairs(rollouts) if paired else None
         counts = [len(position) for position in positions]
         totals = Totals(
             targets=sum(counts),
@@ -310,6 +324,10 @@ class RolloutDataLoader(BaseDataLoader):
     ) -> None:
         if local_batch_size != 1:
             raise ValueError(f"training.local_batch_size must be 1, got {local_batch_size}")
+        for name, least in {"trajectories_per_step": 0, "limit": 0, "epochs": 1}.items():
+            if getattr(config, name) < least:
+                got = getattr(config, name)
+                raise ValueError(f"dataloader.{name} must be at least {least}, got {got}")
         self.config = config
         self.planner = replace(config.planner, dp=dp_world_size)
         self.replica = dp_rank
@@ -363,7 +381,7 @@ class RolloutDataLoader(BaseDataLoader):
         if found is None:
             return None
         rollouts, after = found
-        targets = StepTargets.of(rollouts)
+        targets = StepTargets.of(rollouts, paired=self.config.couples == "pair")
         start = time.perf_counter()
         coupling = coupling_keys(rollouts, self.config.couples)
         plan = make_plan(rollouts.token_ids, self.planner, coupling=coupling)
@@ -401,6 +419,17 @@ class RolloutDataLoader(BaseDataLoader):
         return {"epoch": epoch, "trajectory": trajectory}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at a saved cursor."""
-        if state_dict:
-            self.cursor = (state_dict["epoch"], state_dict["trajectory"])
+        """Continue at a saved cursor.
+
+        Raises:
+            ValueError: The file has no such trajectory.
+        """
+        if not state_dict:
+            return
+        epoch, trajectory = state_dict["epoch"], state_dict["trajectory"]
+        if self.rollouts is not None and not 0 <= trajectory < len(self.rollouts):
+            raise ValueError(
+                f"{self.rollouts.source}: the checkpoint continues at trajectory {trajectory}, "
+                f"the file has {len(self.rollouts)}"
+            )
+        self.cursor = (epoch, trajectory)

@@ -3,6 +3,7 @@
 # Shape letters: T targets of the trajectories at hand in original order, N those trajectories,
 # P preference pairs.
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Literal, Protocol
@@ -235,7 +236,9 @@ class PolicyGradient(Objective):
             # The token's own gradient with the trajectory's value: for one advantage per
             # trajectory this is the gradient of the sequence ratio itself.
             log_ratio = mean[metadata.trajectory] + logprob - logprob.detach()
-        ratio = log_ratio.exp()
+        # An overflow would make 0 * inf of a token that clipping or a zero advantage removes.
+        most = math.log(torch.finfo(log_ratio.dtype).max) / 2
+        ratio = log_ratio.clamp(max=most).exp()
         clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
         if config.surrogate == "weight":
             return -clipped.detach() * advantage * logprob

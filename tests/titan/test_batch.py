@@ -33,6 +33,12 @@ def test_a_position_predicts_the_next_token_if_its_loss_mask_says_so():
     assert labels.tolist() == [8, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX, 8, IGNORE_INDEX]
 
 
+@pytest.mark.parametrize("mask", [[False, True], [False] * 4, [True, True, True]])
+def test_a_mask_that_does_not_fit_its_trajectory_is_refused(mask):
+    with pytest.raises(ValueError, match=r"trajectory 1: loss_mask needs 3 entries, the first"):
+        position_labels([np.array([5]), np.array([7, 8, 9])], [np.array([False]), mask])
+
+
 def test_targets_name_the_rows_that_predict_them():
     trajectories = make_trajectories()
     masks = random_masks(np.random.default_rng(1), trajectories)

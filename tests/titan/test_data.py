@@ -174,6 +174,38 @@ def test_wrong_pairs_are_refused(reward: list[int], pair: list[int], message: st
         preference_pairs(replace(rollouts, reward=None))
 
 
+def test_pairs_matter_to_objectives_that_read_them_only(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    rows = [{**ROWS[0], "pair": 0, "reward": 1.0}] * 2
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    assert len(step_tokens(make_loader(str(file), trajectories_per_step=1))) == 2
+    with pytest.raises(ValueError, match="two different rewards"):
+        next(iter(make_loader(str(file), couples="pair")))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("trajectories_per_step", -1), ("limit", -1), ("epochs", 0)]
+)
+def test_settings_that_read_nothing_are_refused(path: str, field: str, value: int) -> None:
+    with pytest.raises(ValueError, match=rf"dataloader\.{field} must be at least"):
+        make_loader(path, **{field: value})
+
+
+def test_a_cursor_beyond_the_file_is_refused(path: str) -> None:
+    loader = make_loader(path)
+    with pytest.raises(ValueError, match=r"rollouts\.jsonl: .*at trajectory 5, the file has 5"):
+        loader.load_state_dict({"epoch": 0, "trajectory": 5})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("prompts", 0), ("turns", 0), ("prompt_length", 0), ("turn_length", 2)]
+)
+def test_synthetic_settings_without_a_tree_are_refused(field: str, value: int) -> None:
+    config = replace(SyntheticTrees(), **{field: value})
+    with pytest.raises(ValueError, match=rf"dataloader\.synthetic\.{field} must be at least"):
+        synthetic_rollouts(config, 0, 16)
+
+
 def test_coupled_trajectories_stay_in_one_consumer(tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
     rng = np.random.default_rng(0)

@@ -289,6 +289,24 @@ def test_wrong_normalisations_are_refused() -> None:
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("advantage", [0.0, 1.0])
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_a_removed_outlier_leaves_loss_and_gradient_finite(advantage: float, ratio: str) -> None:
+    """exp(log ratio) overflows, but the advantage or the clipping takes the token away."""
+    metadata = TargetMetadata(
+        trajectory=torch.tensor([0, 1]),
+        target_count=torch.tensor([1, 1]),
+        totals=Totals(targets=2, trajectories=2),
+        advantage=torch.tensor([advantage, 1.0]),
+        behaviour_logprob=torch.tensor([-1000.0, -1.0]),
+    )
+    logprob = torch.tensor([-0.5, -1.0], requires_grad=True)
+    loss = PolicyGradient.Config(ratio=ratio).build()(logprob, None, metadata)  # type: ignore[bad-argument-type]
+    (gradient,) = torch.autograd.grad(loss, logprob)
+    assert loss.item() == pytest.approx(-(1.2 * advantage + 1.0) / 2)
+    assert gradient.tolist() == [0.0, -0.5]
+
+
 def test_no_targets_give_a_zero_loss() -> None:
     empty = TargetMetadata(
         trajectory=torch.zeros(0, dtype=torch.int64),
