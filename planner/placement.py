@@ -23,6 +23,7 @@ IntArray = NDArray[np.int64]
 # How much an exchange must gain for each row it adds; whole consumers tear trees more cheaply.
 _GROWTH_PRICE = 20
 _CONSUMER_SHARE = 0.8  # evaluations spent on whole consumers, per evaluation spent on trajectories
+_COARSE_SHARE = 0.25  # evaluations spent on whole subtrees, likewise
 _SWAPS_A_PAIR = 16  # most swaps tried for each ordered pair of consumers
 _ENOUGH = 0.003  # imbalance, as a share of a replica's work, at which the search stops
 _LARGEST_TABLE = 4_000_000  # spans times consumers that are searched at once
@@ -251,6 +252,12 @@ def _place_block(block: _Block, config: PlannerConfig, start: int) -> _Searched:
     _fit(state, block, config)
     enough = int(state.work[:, goal.key].sum() / config.dp * _ENOUGH)
     limits = np.full(len(state.window), limit)
+    if config.search.evaluations and len(group) == len(block.place):
+        coarse, of_coarse = _subtrees(block, group, state)
+        moved = group[coarse.member[coarse.ptr[:-1]]]
+        few = int(tries * _COARSE_SHARE)
+        exchange_items(state, goal, coarse, moved, config.capacity, limits, few, seed + 2, enough)
+        group = moved[of_coarse]
     exchange_items(state, goal, items, group, config.capacity, limits, tries, seed + 1, enough)
     _adjust_depths(state, block, goal)
     _fit(state, block, config)
@@ -271,6 +278,35 @@ def _items(block: _Block) -> Items:
     order = np.argsort(block.item, kind="stable")
     ptr = np.searchsorted(block.item[order], np.arange(block.item.max() + 2))
     return Items(ptr=ptr, member=order)
+
+
+def _subtrees(block: _Block, group: IntArray, state: Consumers) -> tuple[Items, IntArray]:
+    """Return subtrees of at most a quarter of a residual, and the one of each trajectory.
+
+    What lies in two consumers is two items.
+    """
+    from planner.exchange import Items
+
+    spans, count = block.spans, len(group)
+    rows = np.concatenate([np.zeros(1, np.int64), np.cumsum(spans.end - spans.start)])
+    under = rows[spans.below] - rows[:-1]
+    most = int(state.residual[:, 0].sum()) // len(state.cell) // 4
+    large = under > most
+    # A parent stands before its children, so one pass down settles the topmost small ancestor.
+    top = np.arange(len(under))
+    inner = np.flatnonzero(~large & (spans.parent >= 0))
+    for v in inner[~large[spans.parent[inner]]]:
+        top[v] = top[spans.parent[v]]
+    leaf = top[spans.leaf]
+    alone = large[spans.leaf]
+    key = np.where(alone, len(under) + np.arange(count), leaf) * len(state.cell) + group
+    _, first, of_item = np.unique(key, return_index=True, return_inverse=True)
+    rank = np.empty(len(first), np.int64)
+    rank[np.argsort(first, kind="stable")] = np.arange(len(first))
+    of_item = rank[of_item]
+    order = np.argsort(of_item, kind="stable")
+    ptr = np.searchsorted(of_item[order], np.arange(len(first) + 1))
+    return Items(ptr=ptr, member=order), of_item
 
 
 def _start(block: _Block, items: Items, group: IntArray, config: PlannerConfig) -> Consumers:

@@ -12,6 +12,7 @@ from planner.kernels import cheapest_cuts, contiguous_search, greedy_groups, nat
 from planner.partition import (
     Partition,
     assign_slots,
+    even_groups,
     fewer_groups,
     initial_score,
     members_of,
@@ -187,3 +188,24 @@ def test_coupled_trajectories_share_a_group():
         check(batch, found, 2, 60)
         for value in range(3):
             assert len(set(found.group[key[batch.order] == value].tolist())) <= 1
+
+
+def test_even_groups_have_nearly_the_smallest_largest_group():
+    made = 0
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        batch = batch_of(random_trajectories(rng, num_trajectories=9, max_length=12, vocabulary=3))
+        for count in (2, 3, 4):
+            found = even_groups(batch, count, capacity=60)
+            least = min(
+                max(batch.rows(np.arange(a, b)) for a, b in pairwise(edges))
+                for edges in all_cuts(9, count)
+            )
+            if found is None:
+                assert least > 0.9 * 60
+                continue
+            made += 1
+            check(batch, found, count, 60)
+            assert found.num_groups == count and least <= found.work.max() <= least + least // 64
+    assert made > 60
+    assert even_groups(batch_of([[1] * 40, [2] * 40]), 2, capacity=41) is None

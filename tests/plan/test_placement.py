@@ -22,7 +22,7 @@ from planner.depths import (
 )
 from planner.exchange import Goal, exchange_consumers, exchange_items, insert, remove, sort_ranks
 from planner.partition import partition_batch
-from planner.placement import _Block, _items, _lay_out, cached_depth, place
+from planner.placement import _Block, _items, _lay_out, _subtrees, cached_depth, place
 from planner.plan import InterfaceConfig
 from planner.prefix import sort_batch
 from tests.trees import random_trajectories
@@ -142,6 +142,21 @@ def test_exchanges_make_replicas_more_even():
         exchange_items(state, goal, _items(block), group, 10**6, np.full(2, 10**6), 2000, 1, -1)
         after += window_time(state, 0, 0)
     assert after < 0.85 * before
+
+
+def test_subtrees_cover_every_trajectory_once_within_a_consumer():
+    for seed in range(12):
+        members, batch, block, state, group, _ = make_state(seed, count=30)
+        items, of_item = _subtrees(block, group, state)
+        assert sorted(items.member.tolist()) == list(range(30))
+        most = int(state.residual[:, 0].sum()) // 6 // 4
+        for item in range(len(items.ptr) - 1):
+            inside = items.member[items.ptr[item] : items.ptr[item + 1]]
+            assert set(of_item[inside].tolist()) == {item}
+            assert len(set(group[inside].tolist())) == 1
+            shared = min(batch.lcp[inside[0] + 1 : inside[-1] + 1], default=0)
+            own = len(prefixes([members[x] for x in inside])) - shared
+            assert len(inside) == 1 or own <= most
 
 
 def test_coupled_trajectories_move_as_one():
@@ -316,6 +331,28 @@ def test_as_many_trajectories_as_replicas():
     assert plan.num_slots == 1
     with pytest.raises(ValueError, match="5 replicas need a trajectory each, got 4"):
         make_plan(members, replace(CONFIG, dp=5))
+
+
+def test_a_step_of_one_slot_is_spread_evenly():
+    rng = np.random.default_rng(4)
+    members = random_trajectories(rng, num_trajectories=60, max_length=30, vocabulary=3)
+    plan = make_plan(members, PlannerConfig(dp=4, capacity=4_000, chunk_size=4))
+    check_plan(plan, members)
+    assert plan.num_slots == 1 and plan.metrics["eta_sched"] > 0.9
+
+
+def test_slack_bounds_what_exchanges_add():
+    rng = np.random.default_rng(4)
+    members = random_trajectories(rng, num_trajectories=60, max_length=30, vocabulary=3)
+    config = PlannerConfig(dp=2, capacity=100, chunk_size=4)
+    rows = []
+    for evaluations, slack in ((0, 0.0), (600, 0.0), (600, 0.25)):
+        search = SearchConfig(evaluations=evaluations, exchange_slack=slack)
+        plan = make_plan(members, replace(config, search=search))
+        rows.append(sum(map(len, members)) / plan.metrics["compression_decoder"])
+    assert rows[2] <= 1.25 * rows[0]
+    with pytest.raises(ValueError, match="must not be negative"):
+        SearchConfig(exchange_slack=-1)
 
 
 def test_windows_hold_what_separate_microbatches_repeat():
