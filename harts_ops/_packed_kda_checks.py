@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 PACKED_KDA_PLAN = (
     "packed_row",
@@ -137,9 +136,3 @@ def check_plan(
         if x.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"need {name} in int32 or int64, got {x.dtype}")
         require_shape(name, x, shape)
-
-
-def refuse_tangents(*tensors: Tensor | None) -> None:
-    """Custom operators drop the tangents of forward-mode differentiation silently."""
-    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError("packed_kda has no forward-mode derivative: use reverse mode")

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 from torch.utils.flop_counter import register_flop_formula
+
+from harts_ops._transforms import refuse_tangents
 
 NO_TARGET = -100
 COMPACT_LOGPROB_PLAN = ("row",)
@@ -357,9 +358,7 @@ def _check(
         raise ValueError(f"need temperature > 0, got {temperature}")
     if softcap is not None and not 0 < softcap < float("inf"):
         raise ValueError(f"need a finite softcap > 0 or None, got {softcap}")
-    # A custom op would drop tangents without a word.
-    if any(unpack_dual(x).tangent is not None for x in (hidden, weight)):
-        raise NotImplementedError("compact_logprob has no forward-mode derivative")
+    refuse_tangents("compact_logprob", hidden, weight)
 
 
 def read_logits(

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 from torch.utils.flop_counter import register_flop_formula
+
+from harts_ops._transforms import refuse_tangents
 
 WEIGHTED_MOE_AUX_PLAN = (
     "multiplicity",
@@ -296,9 +297,7 @@ def _check(
     for name, x in {**integers, "balance_counts": balance_counts}.items():
         if x is not None and x.device != logits.device:
             raise ValueError(f"need {name} on {logits.device} as logits, got {x.device}")
-    # A custom op would drop tangents without a word.
-    if unpack_dual(logits).tangent is not None:
-        raise NotImplementedError("weighted_moe_aux has no forward-mode derivative")
+    refuse_tangents("weighted_moe_aux", logits)
 
 
 def _check_spans(spans: dict[str, Tensor | None]) -> None:

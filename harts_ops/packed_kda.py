@@ -19,10 +19,10 @@ from harts_ops._packed_kda_checks import (
     check_gate,
     check_plan,
     check_rows,
-    refuse_tangents,
     require_shape,
 )
 from harts_ops._packed_kda_rows import PackedKdaInputs, compute_dtype
+from harts_ops._transforms import refuse_tangents
 
 __all__ = ["PACKED_KDA_PLAN", "packed_kda", "packed_kda_reference"]
 
@@ -154,8 +154,7 @@ def packed_kda(
         halo_k, halo_v = (None if x is None else x.to(dtype) for x in (halo_k, halo_v))
     parameters = (gate, beta, halo_gate, halo_beta, A_log, dt_bias)
     check_dtypes((q, k, v, halo_k, halo_v), parameters, external_states)
-    if not torch.compiler.is_compiling():
-        refuse_tangents(q, k, v, halo_k, halo_v, *parameters, external_states)
+    refuse_tangents("packed_kda", q, k, v, halo_k, halo_v, *parameters, external_states)
     if dt_bias is not None:
         dt_bias = dt_bias.reshape(gate.shape[1:])
     out, exported_states, _, _ = packed_kda_op(

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from harts_ops._transforms import refuse_tangents
+
 TREE_SHORT_CONV_PLAN = ("conv_cu_seqlens", "tap_row", "tap_reader_ptr", "tap_reader")
 # ATen runs a piece of this size in one thread, in whole vectors: see `_map_bitwise`.
 _PIECE = 16384
@@ -57,6 +59,7 @@ def tree_short_conv(
         # Plans without a producer count halo rows that nobody reads.
         tap_reader_ptr = tap_reader_ptr[: x.shape[0] + 1]
     _check_plan(x, weight, halo, conv_cu_seqlens, tap_row, tap_reader_ptr, tap_reader)
+    refuse_tangents("tree_short_conv", x, weight, halo, bias)
     silu = activation == "silu"
     plan = (conv_cu_seqlens, tap_row, tap_reader_ptr, tap_reader)
     return tree_short_conv_op(x, weight, halo, bias, *plan, silu)

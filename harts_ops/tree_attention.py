@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from harts_ops._transforms import refuse_tangents
 from harts_ops._tree_attention_plan import (
     DEFAULT_BLOCKS,
     PLAN_SCHEMA,
@@ -93,6 +94,7 @@ def tree_attention(
             f"{tuple(q.shape)}, k {tuple(k.shape)}"
         )
     check_dtypes(q=q, k=k, v=v)
+    refuse_tangents("tree_attention", q, k, v)
     lists = (kv_count, kv_index, q_count, q_index)
     plan = checked_plan(q, k.shape[0], subtree_end, q_row, lists, attention_blocks, scale, backend)
     out, lse = tree_attention_op(q, k, v, *plan)
@@ -155,6 +157,7 @@ def tree_mla(
     default scale is ``(Dn + Dr) ** -0.5``.
     """
     _check_mla(q_nope, q_rope, latent, k_rope, kv_up_weight)
+    refuse_tangents("tree_mla", q_nope, q_rope, latent, k_rope, kv_up_weight)
     q = torch.cat([q_nope, q_rope], -1)
     lists = (kv_count, kv_index, q_count, q_index)
     plan = checked_plan(
