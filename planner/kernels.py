@@ -1,7 +1,9 @@
 """Loops over integers that numpy cannot vectorise; compiled by numba where it is installed.
 
 Imported lazily. Without numba the same functions run as plain Python: the same plan, slower. All
-arithmetic is on integers, so that every platform finds the same plan.
+arithmetic is on integers, so that every platform finds the same plan. numba's cache looks at one
+file only: compiled functions that call each other stand in one file, here and in ``exchange`` and
+``depths``.
 """
 
 from __future__ import annotations
@@ -414,51 +416,3 @@ def split_singletons(parent, end, leaf, rows, group, groups, target):
         _put(parent, rows, count, work, leaf[best], groups, 1)
         groups += 1
     return work
-
-
-@compiled
-def forest_shape(parent, start, end, own, chunk):
-    """Return the minimum rounds, levels, segments and replay rows of the own spans' forest."""
-    spans = len(parent)
-    ready = np.zeros(spans, np.int64)  # rounds of a subtree whose anchor state is there before
-    inside = np.zeros(spans, np.int64)  # rounds where the anchor state is made in the same call
-    most = np.zeros(spans, np.int64)  # largest ``ready`` of the children, and the second largest
-    second = np.zeros(spans, np.int64)
-    next_inside = np.zeros(spans, np.int64)  # ``inside`` of a child that attains ``most``
-    children = np.zeros(spans, np.int64)
-    rounds = 0
-    segments = 0
-    replay = 0
-    for v in range(spans - 1, -1, -1):
-        if not own[v]:
-            continue
-        inside[v] = max(1, next_inside[v], 1 + second[v] if children[v] > 1 else 0)
-        closed = end[v] // chunk == start[v] // chunk
-        ready[v] = max(1, most[v]) if closed else inside[v]
-        if children[v] > 1:
-            segments += children[v]
-            replay += (children[v] - 1) * (end[v] % chunk)
-        above = parent[v]
-        if above < 0 or not own[above]:
-            rounds = max(rounds, ready[v])
-            segments += 1
-            replay += start[v] % chunk
-            continue
-        children[above] += 1
-        if ready[v] > most[above]:
-            second[above] = most[above]
-            most[above] = ready[v]
-            next_inside[above] = inside[v]
-        elif ready[v] > second[above]:
-            second[above] = ready[v]
-    levels = 0
-    level = np.zeros(spans, np.int64)
-    for v in range(spans):
-        if own[v]:
-            above = parent[v]
-            if above < 0 or not own[above]:
-                level[v] = 1
-            else:
-                level[v] = level[above] + (1 if children[above] > 1 else 0)
-            levels = max(levels, level[v])
-    return rounds, levels, segments, replay

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost import consumer_work, plan_time, producer_work, row_loads, slot_table
+from planner.blocks import Block, cut_blocks, items_of, lay_out, subtrees_of
+from planner.cost import consumer_work, plan_time, producer_work, slot_table
 from planner.partition import Partition, assign_slots, even_groups, fewer_groups, members_of
 from planner.plan import PlannerConfig
 from planner.prefix import SortedBatch, compact_size, covered_depth, select_lcp
 
 if TYPE_CHECKING:
     from planner.exchange import Consumers, Goal, Items
-    from planner.kernels import Spans
 
 IntArray = NDArray[np.int64]
 
@@ -26,7 +25,6 @@ _CONSUMER_SHARE = 0.8  # evaluations spent on whole consumers, per evaluation sp
 _COARSE_SHARE = 0.25  # evaluations spent on whole subtrees, likewise
 _SWAPS_A_PAIR = 16  # most swaps tried for each ordered pair of consumers
 _ENOUGH = 0.003  # imbalance, as a share of a replica's work, at which the search stops
-_LARGEST_TABLE = 4_000_000  # spans times consumers that are searched at once
 _MOST_STARTS = 4  # searches whose plans are compared
 _START_BUDGET = 48_000  # evaluations below which more than one search is made
 _GOOD = 1.01  # slot time over that of perfect sharing and balance, at which no more are made
@@ -88,7 +86,7 @@ def place(batch: SortedBatch, groups: Partition, config: PlannerConfig) -> Place
 
 
 def _search(batch: SortedBatch, groups: Partition, config: PlannerConfig, start: int) -> Placement:
-    blocks = _cut_blocks(batch, groups, config)
+    blocks = cut_blocks(batch, groups, config)
     return _assemble(batch, [_place_block(block, config, start) for block in blocks], config)
 
 
@@ -139,8 +137,8 @@ def _suit_windows(batch: SortedBatch, groups: Partition, config: PlannerConfig) 
 def _promise(batch: SortedBatch, groups: Partition, config: PlannerConfig) -> int:
     """Rows of producers and residuals before any exchange."""
     total = 0
-    for block in _cut_blocks(batch, groups, config):
-        items = _items(block)
+    for block in cut_blocks(batch, groups, config):
+        items = items_of(block)
         state = _start(block, items, block.group[items.member[items.ptr[:-1]]], config)
         total += int(state.work[:, 0].sum())
     return total
@@ -165,7 +163,8 @@ def _place_without_producers(
 
 def _describe(batch: SortedBatch, groups: Partition, config: PlannerConfig) -> IntArray:
     """Return rounds, levels, segments and replay rows of microbatches that share nothing."""
-    from planner.kernels import forest_shape, merge_prefixes
+    from planner.depths import forest_shape
+    from planner.kernels import merge_prefixes
 
     shapes = []
     for places in members_of(groups.group, groups.num_groups):
@@ -176,70 +175,21 @@ def _describe(batch: SortedBatch, groups: Partition, config: PlannerConfig) -> I
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Block:
-    """Consecutive microbatches that are searched together."""
-
-    place: IntArray  # [n] sorted trajectories of the batch, ascending
-    length: IntArray  # [n]
-    spans: Spans  # of these trajectories
-    item: IntArray  # [n] numbered from 0
-    group: IntArray  # [n] microbatch, 0 .. K - 1
-    num_groups: int
-
-
-def _cut_blocks(batch: SortedBatch, groups: Partition, config: PlannerConfig) -> list[_Block]:
-    from planner.kernels import merge_prefixes
-
-    count = groups.num_groups
-    spans = len(batch.spans.parent)
-    pieces = 1
-    while spans // pieces * (count // pieces) > _LARGEST_TABLE and count // pieces > config.dp:
-        pieces += 1
-    if pieces == 1:
-        whole = _Block(
-            place=np.arange(batch.num_trajectories),
-            length=batch.length,
-            spans=batch.spans,
-            item=batch.item,
-            group=groups.group,
-            num_groups=count,
-        )
-        return [whole]
-    slots = count // config.dp
-    edges = config.dp * (np.arange(pieces + 1) * slots // pieces)
-    blocks = []
-    for first, last in pairwise(edges):
-        places = np.flatnonzero((groups.group >= first) & (groups.group < last))
-        length = batch.length[places]
-        blocks.append(
-            _Block(
-                place=places,
-                length=length,
-                spans=merge_prefixes(length, select_lcp(batch.lcp, places)),
-                item=np.unique(batch.item[places], return_inverse=True)[1],
-                group=groups.group[places] - first,
-                num_groups=int(last - first),
-            )
-        )
-    return blocks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Searched:
     """A block after the search."""
 
-    block: _Block
+    block: Block
     group: IntArray  # [n]
     state: Consumers
     shape: IntArray  # [K + C, 4]
     bytes: IntArray  # [C]
 
 
-def _place_block(block: _Block, config: PlannerConfig, start: int) -> _Searched:
+def _place_block(block: Block, config: PlannerConfig, start: int) -> _Searched:
     from planner.depths import describe_passes
     from planner.exchange import exchange_consumers, exchange_items
 
-    items = _items(block)
+    items = items_of(block)
     group = block.group[items.member[items.ptr[:-1]]]
     state = _start(block, items, group, config)
     goal = _goal(state, config)
@@ -253,7 +203,7 @@ def _place_block(block: _Block, config: PlannerConfig, start: int) -> _Searched:
     enough = int(state.work[:, goal.key].sum() / config.dp * _ENOUGH)
     limits = np.full(len(state.window), limit)
     if config.search.evaluations and len(group) == len(block.place):
-        coarse, of_coarse = _subtrees(block, group, state)
+        coarse, of_coarse = subtrees_of(block, group, state)
         moved = group[coarse.member[coarse.ptr[:-1]]]
         few = int(tries * _COARSE_SHARE)
         exchange_items(state, goal, coarse, moved, config.capacity, limits, few, seed + 2, enough)
@@ -272,44 +222,7 @@ def _place_block(block: _Block, config: PlannerConfig, start: int) -> _Searched:
     )
 
 
-def _items(block: _Block) -> Items:
-    from planner.exchange import Items
-
-    order = np.argsort(block.item, kind="stable")
-    ptr = np.searchsorted(block.item[order], np.arange(block.item.max() + 2))
-    return Items(ptr=ptr, member=order)
-
-
-def _subtrees(block: _Block, group: IntArray, state: Consumers) -> tuple[Items, IntArray]:
-    """Return subtrees of at most a quarter of a residual, and the one of each trajectory.
-
-    What lies in two consumers is two items.
-    """
-    from planner.exchange import Items
-
-    spans, count = block.spans, len(group)
-    rows = np.concatenate([np.zeros(1, np.int64), np.cumsum(spans.end - spans.start)])
-    under = rows[spans.below] - rows[:-1]
-    most = int(state.residual[:, 0].sum()) // len(state.cell) // 4
-    large = under > most
-    # A parent stands before its children, so one pass down settles the topmost small ancestor.
-    top = np.arange(len(under))
-    inner = np.flatnonzero(~large & (spans.parent >= 0))
-    for v in inner[~large[spans.parent[inner]]]:
-        top[v] = top[spans.parent[v]]
-    leaf = top[spans.leaf]
-    alone = large[spans.leaf]
-    key = np.where(alone, len(under) + np.arange(count), leaf) * len(state.cell) + group
-    _, first, of_item = np.unique(key, return_index=True, return_inverse=True)
-    rank = np.empty(len(first), np.int64)
-    rank[np.argsort(first, kind="stable")] = np.arange(len(first))
-    of_item = rank[of_item]
-    order = np.argsort(of_item, kind="stable")
-    ptr = np.searchsorted(of_item[order], np.arange(len(first) + 1))
-    return Items(ptr=ptr, member=order), of_item
-
-
-def _start(block: _Block, items: Items, group: IntArray, config: PlannerConfig) -> Consumers:
+def _start(block: Block, items: Items, group: IntArray, config: PlannerConfig) -> Consumers:
     """Return consumers in cells, with the number of windows that promises the least work."""
     slots = block.num_groups // config.dp
     longest = config.search.max_window or slots
@@ -317,7 +230,7 @@ def _start(block: _Block, items: Items, group: IntArray, config: PlannerConfig) 
     limit = _producer_rows(config)
     best: tuple[int, Consumers] | None = None
     for count in range(fewest, min(slots, fewest + _MORE_WINDOWS) + 1):
-        state = _lay_out(block, items, group, count, config)
+        state = lay_out(block, items, group, count, config)
         over = np.maximum(state.producer[:, 0] - limit, 0).sum()
         score = int(state.work[:, 0].sum() + over)
         if best is None or score < best[0]:
@@ -326,46 +239,6 @@ def _start(block: _Block, items: Items, group: IntArray, config: PlannerConfig) 
             break
     assert best is not None
     return best[1]
-
-
-def _lay_out(
-    block: _Block, items: Items, group: IntArray, num_windows: int, config: PlannerConfig
-) -> Consumers:
-    """Cut microbatches in sorted order into cells; cells of like union form a window."""
-    from planner.exchange import Consumers, fill
-
-    slots, dp = block.num_groups // config.dp, config.dp
-    size = np.full(num_windows, slots // num_windows)
-    size[: slots % num_windows] += 1
-    width = np.repeat(size, dp)
-    cells, consumers, spans = len(width), block.num_groups, len(block.spans.parent)
-    cell = np.repeat(np.arange(cells), width)
-    rank = np.zeros((cells, int(size.max())), np.int64)
-    edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(width)])
-    for c in range(cells):
-        rank[c, : width[c]] = np.arange(edges[c], edges[c + 1])
-    load = row_loads(block.spans, config.cost)
-    state = Consumers(
-        parent=block.spans.parent,
-        leaf=block.spans.leaf,
-        load=load,
-        capped=np.zeros((spans, cells), np.uint8),
-        window=np.zeros(cells, np.int64),
-        width=width,
-        cell=cell,
-        rank=rank,
-        count=np.zeros((spans, consumers), np.int32),
-        holders=np.zeros((spans, cells), np.int16),
-        holder_xor=np.zeros((spans, cells), np.int32),
-        complete=np.zeros(consumers, np.int64),
-        residual=np.zeros((consumers, load.shape[1]), np.int64),
-        producer=np.zeros((cells, load.shape[1]), np.int64),
-        work=np.zeros((cells, load.shape[1]), np.int64),
-    )
-    fill(state, items, group)
-    by_work = np.lexsort((np.arange(cells), -state.work[:, 0], -width))
-    state.window[by_work] = np.arange(cells) // dp
-    return state
 
 
 def _goal(state: Consumers, config: PlannerConfig) -> Goal:
@@ -396,7 +269,7 @@ def _producer_rows(config: PlannerConfig) -> int:
     return min(rows, interface.bytes // config.search.live_producers // max(1, interface.row_bytes))
 
 
-def _producer_bytes(state: Consumers, block: _Block, config: PlannerConfig) -> IntArray:
+def _producer_bytes(state: Consumers, block: Block, config: PlannerConfig) -> IntArray:
     """Return what each producer keeps for its consumers: rows and boundary states of all layers."""
     from planner.depths import boundary_states
 
@@ -405,7 +278,7 @@ def _producer_bytes(state: Consumers, block: _Block, config: PlannerConfig) -> I
     return state.producer[:, 0] * config.interface.row_bytes + states * config.interface.state_bytes
 
 
-def _fit(state: Consumers, block: _Block, config: PlannerConfig) -> None:
+def _fit(state: Consumers, block: Block, config: PlannerConfig) -> None:
     """Cap producers until rows and interface bytes fit."""
     from planner.depths import fit_producer
 
@@ -424,7 +297,7 @@ def _fit(state: Consumers, block: _Block, config: PlannerConfig) -> None:
             fit_producer(state, cell, int(state.producer[cell, 0]) - 1, block.spans.below)
 
 
-def _adjust_depths(state: Consumers, block: _Block, goal: Goal) -> None:
+def _adjust_depths(state: Consumers, block: Block, goal: Goal) -> None:
     from planner.depths import raise_threshold, trim_largest_producer
 
     for window in range(int(state.window.max()) + 1):

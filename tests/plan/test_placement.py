@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from planner import PlannerConfig, SearchConfig, check_plan, make_plan, step_layouts
 from planner.__main__ import tree_levels
+from planner.blocks import Block, items_of, lay_out, subtrees_of
 from planner.depths import (
     boundary_states,
     describe_passes,
@@ -22,7 +23,7 @@ from planner.depths import (
 )
 from planner.exchange import Goal, exchange_consumers, exchange_items, insert, remove, sort_ranks
 from planner.partition import partition_batch
-from planner.placement import _Block, _items, _lay_out, _subtrees, cached_depth, place
+from planner.placement import cached_depth, place
 from planner.plan import InterfaceConfig
 from planner.prefix import sort_batch
 from tests.trees import random_trajectories
@@ -36,7 +37,7 @@ def make_state(seed, *, dp=2, slots=3, windows=1, count=16, coupling=None):
     members = random_trajectories(rng, num_trajectories=count, max_length=20, vocabulary=3)
     batch = sort_batch(members, capacity=10**6, coupling=coupling)
     group = rng.permutation(np.arange(count) % (dp * slots))
-    block = _Block(
+    block = Block(
         place=np.arange(count),
         length=batch.length,
         spans=batch.spans,
@@ -44,7 +45,7 @@ def make_state(seed, *, dp=2, slots=3, windows=1, count=16, coupling=None):
         group=group,
         num_groups=dp * slots,
     )
-    state = _lay_out(block, _items(block), group.copy(), windows, replace(CONFIG, dp=dp))
+    state = lay_out(block, items_of(block), group.copy(), windows, replace(CONFIG, dp=dp))
     return [members[i] for i in batch.order], batch, block, state, group, rng
 
 
@@ -118,7 +119,7 @@ def test_exchanges_keep_every_count_and_the_capacity(key):
         exchange_consumers(state, goal, 10**6, 300, 7)
         check_state(members, batch, state, group)
         limit = state.producer[:, 0] + 3
-        made = exchange_items(state, goal, _items(block), group, capacity, limit, 400, 11, -1)
+        made = exchange_items(state, goal, items_of(block), group, capacity, limit, 400, 11, -1)
         assert made == 400
         check_state(members, batch, state, group)
         assert state.complete.max() <= capacity and (state.producer[:, 0] <= limit).all()
@@ -139,7 +140,7 @@ def test_exchanges_make_replicas_more_even():
         before += window_time(state, 0, 0)
         goal = goal_of(state)
         exchange_consumers(state, goal, 10**6, 500, 7)
-        exchange_items(state, goal, _items(block), group, 10**6, np.full(2, 10**6), 2000, 1, -1)
+        exchange_items(state, goal, items_of(block), group, 10**6, np.full(2, 10**6), 2000, 1, -1)
         after += window_time(state, 0, 0)
     assert after < 0.85 * before
 
@@ -147,7 +148,7 @@ def test_exchanges_make_replicas_more_even():
 def test_subtrees_cover_every_trajectory_once_within_a_consumer():
     for seed in range(12):
         members, batch, block, state, group, _ = make_state(seed, count=30)
-        items, of_item = _subtrees(block, group, state)
+        items, of_item = subtrees_of(block, group, state)
         assert sorted(items.member.tolist()) == list(range(30))
         most = int(state.residual[:, 0].sum()) // 6 // 4
         for item in range(len(items.ptr) - 1):
@@ -284,7 +285,7 @@ def test_boundary_states_are_what_the_producer_exports():
         group = np.zeros(24, np.int64)
         for slot, microbatch in enumerate(plan.replicas[0]):
             group[microbatch.trajectories] = slot
-        block = _Block(
+        block = Block(
             place=np.arange(24),
             length=batch.length,
             spans=batch.spans,
@@ -294,7 +295,7 @@ def test_boundary_states_are_what_the_producer_exports():
         )
         if len(plan.windows) > 1:
             continue
-        state = _lay_out(block, _items(block), block.group, 1, one)
+        state = lay_out(block, items_of(block), block.group, 1, one)
         asked = len(np.unique(boundary_states(state, batch.spans.start, 4), axis=0))
         assert asked == exported
         assert describe_passes(state, batch.spans.start, batch.spans.end, 4).shape == (count + 1, 4)
@@ -432,7 +433,7 @@ print(json.dumps(form))
 
 
 def test_large_batches_are_searched_in_blocks(monkeypatch):
-    module = sys.modules["planner.placement"]
+    module = sys.modules["planner.blocks"]
     rng = np.random.default_rng(2)
     members = random_trajectories(rng, num_trajectories=120, max_length=30, vocabulary=3)
     monkeypatch.setattr(module, "_LARGEST_TABLE", 400)
