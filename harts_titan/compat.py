@@ -65,7 +65,7 @@ def _set_gloo_timeouts(timeout: timedelta, parallel_dims: Any) -> None:
         if hasattr(dist, "set_timeout"):
             dist.set_timeout(timeout, group)
         else:
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+            dist.distributed_c10d._set_pg_timeout(timeout, group)  # pyrefly: ignore [deprecated]
 
 
 def _bridge_gloo() -> None:
