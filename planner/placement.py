@@ -21,13 +21,13 @@ IntArray = NDArray[np.int64]
 
 # How much an exchange must gain for each row it adds; whole consumers tear trees more cheaply.
 _GROWTH_PRICE = 20
-_CONSUMER_SHARE = 0.8  # evaluations spent on whole consumers, per evaluation spent on trajectories
-_COARSE_SHARE = 0.25  # evaluations spent on whole subtrees, likewise
+_CONSUMER_SHARE = 1.0  # evaluations spent on whole consumers, per evaluation spent on trajectories
+_COARSE_SHARE = 0.5  # evaluations spent on whole subtrees, likewise
 _SWAPS_A_PAIR = 16  # most swaps tried for each ordered pair of consumers
 _ENOUGH = 0.003  # imbalance, as a share of a replica's work, at which the search stops
 _MOST_STARTS = 4  # searches whose plans are compared
 _START_BUDGET = 48_000  # evaluations below which more than one search is made
-_GOOD = 1.01  # slot time over that of perfect sharing and balance, at which no more are made
+_GOOD = 1.006  # slot time over that of perfect sharing and balance, at which no more are made
 _FEW_TRIES = 24_000  # evaluations that a step with few microbatches gets
 _TRIES_EACH = 24  # but no more than this a trajectory
 _TRIMS = 32  # producer leaves capped in a window to shorten it

@@ -26,7 +26,7 @@ class SearchConfig:
 
     max_window: int | None = None  # most slots of a window; None: as many as capacity allows
     live_producers: int = 2  # producers retained at once on a replica
-    evaluations: int = 600  # exchanges tried, per microbatch of the step
+    evaluations: int = 200  # exchanges tried, per microbatch of the step
     exchange_slack: float = 0.25  # growth over the starting rows that exchanges may cause
     balance: Literal["rows", "cost"] = "rows"  # what exchanges even out over the replicas
     seed: int = 0
