@@ -116,7 +116,7 @@ def packed_kda(
         external_states: A producer's boundary states ``[E, HV, K, V]`` in the compute dtype.
         A_log: Natural log of the decay rate ``[HV]``, for ``gate_form`` other than log_decay.
         dt_bias: Added to ``gate``, ``[HV, K]`` or ``[HV * K]``.
-        gate_form: What the natural log g of the decay is: ``"log_decay"``: ``gate``;
+        gate_form: What the natural log g of the decay is, finite: ``"log_decay"``: ``gate``;
             ``"lower_bound"``: ``lower_bound * sigmoid(exp(A_log) (gate + dt_bias))``;
             ``"softplus"``: ``-exp(A_log) * softplus(gate + dt_bias)``.
         lower_bound: Least log decay of a token, negative.
