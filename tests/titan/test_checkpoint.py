@@ -3,6 +3,9 @@
 import importlib
 import inspect
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from harts_titan import DecoderNumbers, decoder_config
+from harts_titan import DecoderNumbers, decoder_config, model_registry
 from harts_titan.batch import microbatch_input, position_labels
 from harts_titan.checkpoint import (
     INDEX_FILE,
@@ -410,3 +413,26 @@ def test_config_json_names_what_is_wrong(tmp_path, change, message):
     assert decoder_numbers(config) == numbers
     with pytest.raises(ValueError, match=message):
         decoder_numbers(config | change)
+
+
+def test_a_run_starts_from_and_ends_in_a_hugging_face_checkpoint(tmp_path):
+    model = HartsModel(model_registry("debug").model)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.init_states()
+    source, out = tmp_path / "source", tmp_path / "out"
+    save_hf_checkpoint(model, source, LingStateDictAdapter, shard_bytes=2_000_000)
+    flags = ("enable", "initial_load_in_hf", "initial_load_model_only", "last_save_in_hf")
+    command = [sys.executable, "-m", "harts_titan.train", "--config", "harts_debug"]
+    command += ["--training.steps", "1", "--hf_assets_path", str(source), "--dump_folder", str(out)]
+    command += [f"--checkpoint.{flag}" for flag in flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    saved, loaded = (
+        {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
+        for folder in (out / "checkpoint" / "step-1", source)
+    )
+    assert saved.keys() == loaded.keys()
+    moved = max((saved[name] - loaded[name]).abs().max().item() for name in saved)
+    assert 0 < moved < 2e-3  # one step of AdamW with its warm-up, from the loaded weights
