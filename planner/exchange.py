@@ -195,10 +195,10 @@ def cell_score(state, goal, profile, cell):
         # Squares over the target: one percent of a small slot counts like one of a large slot.
         mean = profile[w, slots + 1, m] // (state.width[cell] + 1) + 1
         off = state.producer[cell, m] - profile[w, slots, m]
-        total += goal.producer * (off * off * mean // (profile[w, slots, m] + mean // 8 + 1))
+        total += goal.producer * (off * off * mean // (profile[w, slots, m] + mean // 32 + 1))
         for j in range(state.width[cell]):
             off = state.residual[state.rank[cell, j], m] - profile[w, j, m]
-            total += off * off * mean // (profile[w, j, m] + mean // 8 + 1)
+            total += off * off * mean // (profile[w, j, m] + mean // 32 + 1)
         score += goal.load[m] * (total // goal.scale)
     return score
 

@@ -25,7 +25,14 @@ except ImportError:
     inlined = compiled
 else:
     COMPILED = True
-    compiled = _njit(cache=True)
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile a function at its first call and keep the result for later processes."""
+        try:
+            return _njit(cache=True)(function)
+        except RuntimeError:  # no folder may be written to, so every process compiles anew
+            return _njit(function)
+
     # Records of many arrays are dear to pass, so hot helpers dissolve into their callers.
     inlined = _njit(inline="always")
 

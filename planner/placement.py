@@ -21,14 +21,15 @@ IntArray = NDArray[np.int64]
 
 # How much an exchange must gain for each row it adds; whole consumers tear trees more cheaply.
 _GROWTH_PRICE = 20
+_DEAR_GROWTH = 160  # in steps of few microbatches, where more than one search is made
 _CONSUMER_SHARE = 1.0  # evaluations spent on whole consumers, per evaluation spent on trajectories
 _COARSE_SHARE = 0.5  # evaluations spent on whole subtrees, likewise
-_SWAPS_A_PAIR = 16  # most swaps tried for each ordered pair of consumers
+_SWAPS_A_PAIR = 64  # most swaps tried for each ordered pair of consumers
 _ENOUGH = 0.003  # imbalance, as a share of a replica's work, at which the search stops
 _MOST_STARTS = 4  # searches whose plans are compared
-_START_BUDGET = 48_000  # evaluations below which more than one search is made
+_START_BUDGET = 47_000  # evaluations below which more than one search is made
 _GOOD = 1.006  # slot time over that of perfect sharing and balance, at which no more are made
-_FEW_TRIES = 24_000  # evaluations that a step with few microbatches gets
+_FEW_TRIES = 23_000  # evaluations that a step with few microbatches gets
 _TRIES_EACH = 24  # but no more than this a trajectory
 _TRIMS = 32  # producer leaves capped in a window to shorten it
 _MORE_WINDOWS = 6  # window counts tried beyond the fewest
@@ -68,13 +69,14 @@ def place(batch: SortedBatch, groups: Partition, config: PlannerConfig) -> Place
     tries = _tries(groups.num_groups, batch.num_trajectories, config)
     starts = min(_MOST_STARTS, max(1, _START_BUDGET // max(1, tries)))
     if starts == 1:
-        return _search(batch, groups, config, 0)
+        return _search(batch, groups, config, 0, _GROWTH_PRICE)
     even = even_groups(batch, groups.num_groups, capacity=config.capacity)
     unique = compact_size(batch.length, batch.lcp)
     best: tuple[tuple[float, int, float, int], Placement] | None = None
     for start in range(starts):
         part = even if even is not None and start % 2 else groups
-        placement = _search(batch, part, config, start)
+        price = _DEAR_GROWTH if start in (1, 2) else _GROWTH_PRICE
+        placement = _search(batch, part, config, start, price)
         score = _acceptance(batch, placement, config)
         if best is None or score < best[0]:
             best = score, placement
@@ -85,9 +87,12 @@ def place(batch: SortedBatch, groups: Partition, config: PlannerConfig) -> Place
     return best[1]
 
 
-def _search(batch: SortedBatch, groups: Partition, config: PlannerConfig, start: int) -> Placement:
+def _search(
+    batch: SortedBatch, groups: Partition, config: PlannerConfig, start: int, price: int
+) -> Placement:
     blocks = cut_blocks(batch, groups, config)
-    return _assemble(batch, [_place_block(block, config, start) for block in blocks], config)
+    searched = [_place_block(block, config, start, price) for block in blocks]
+    return _assemble(batch, searched, config)
 
 
 def _tries(num_groups: int, num_trajectories: int, config: PlannerConfig) -> int:
@@ -185,14 +190,14 @@ class _Searched:
     bytes: IntArray  # [C]
 
 
-def _place_block(block: Block, config: PlannerConfig, start: int) -> _Searched:
+def _place_block(block: Block, config: PlannerConfig, start: int, price: int) -> _Searched:
     from planner.depths import describe_passes
     from planner.exchange import exchange_consumers, exchange_items
 
     items = items_of(block)
     group = block.group[items.member[items.ptr[:-1]]]
     state = _start(block, items, group, config)
-    goal = _goal(state, config)
+    goal = _goal(state, config, price)
     tries = _tries(block.num_groups, len(block.place), config)
     limit = _producer_rows(config)
     seed = (config.search.seed * 7919 + start * 104_729 + 777) & 0x7FFFFFFF
@@ -241,7 +246,7 @@ def _start(block: Block, items: Items, group: IntArray, config: PlannerConfig) -
     return best[1]
 
 
-def _goal(state: Consumers, config: PlannerConfig) -> Goal:
+def _goal(state: Consumers, config: PlannerConfig, price: int) -> Goal:
     from planner.exchange import Goal
 
     key = 0 if config.search.balance == "rows" else 1
@@ -252,7 +257,7 @@ def _goal(state: Consumers, config: PlannerConfig) -> Goal:
         load=weight,
         producer=1,
         work=1,
-        growth=_GROWTH_PRICE,
+        growth=price,
         key=key,
         scale=max(1, mean // 640),
         most_work=int(state.work[:, 0].sum() * (1 + config.search.exchange_slack)),
