@@ -282,6 +282,10 @@ def _solve_partition(batch: SortedBatch, capacity: int, limit_s: float | None) -
         for k, one in enumerate(row):
             model.add_implication(one, held[spans.leaf[i]][k])
             model.add_hint(one, int(hint[i] == k))
+    for v, row in enumerate(held):
+        through = set(hint[spans.first[v] : spans.last[v]].tolist())
+        for k, one in enumerate(row):
+            model.add_hint(one, int(k in through))
     for v, above in enumerate(spans.parent.tolist()):
         if above >= 0:
             for k in range(groups):
