@@ -303,8 +303,9 @@ def check_plan(plan: StepPlan, trajectories: Sequence[np.ndarray] | None = None)
     """Raise ValueError unless a plan keeps every promise of its kind.
 
     Every trajectory runs once; every replica has the same number of nonempty slots; windows cover
-    the slots in order; a producer holds prefixes of its own window and replica only. With the
-    trajectories, also: rows fit the capacity and every producer saves more rows than it runs.
+    the slots in order and are no longer than asked; a producer holds prefixes of its own window and
+    replica only. With the trajectories, also: rows fit the capacity and every producer saves more
+    rows than it runs.
     """
     config = plan.config
     _require(len(plan.replicas) == config.dp, f"{config.dp} replicas")
@@ -323,6 +324,10 @@ def check_plan(plan: StepPlan, trajectories: Sequence[np.ndarray] | None = None)
         follows = window.first < window.last == edges[number + 1]
         _require(follows, f"window {number} to end at slot {edges[number + 1]}")
         _require(len(window.producers) == config.dp, f"a producer or None on {config.dp} replicas")
+        longest = config.search.max_window or num_slots
+        _require(
+            window.last - window.first <= longest, f"window {number} of at most {longest} slots"
+        )
     batch = None if trajectories is None else _sort_batch(trajectories)
     for number, window in enumerate(plan.windows):
         for replica, producer in enumerate(window.producers):
