@@ -162,7 +162,7 @@ def _report(file: Path, plan: StepPlan, trajectories: Sequence[np.ndarray], mode
             f"by itself,",
             f"                    if time goes as {model}'s costs: {_costs(config)}",
             f"balance             {metrics['eta_sched']:.1%} of the decoder's slot time is work "
-            f"({metrics['eta_cost']:.1%} by cost);",
+            f"({metrics['eta_cost']:.1%} by cost{_advice(plan)});",
             f"                    the worst 5% of slots {metrics['balance_p5']:.1%} even, whole "
             f"replicas {metrics['step_total_min']:.1%}",
             f"linear attention    at most {metrics['rounds_min_call']:.0f} calls a layer instead "
@@ -177,6 +177,12 @@ def _report(file: Path, plan: StepPlan, trajectories: Sequence[np.ndarray], mode
             f"planned in          {metrics['plan_s']:.3f} s",
         ]
     )
+
+
+def _advice(plan: StepPlan) -> str:
+    """Say so where evening out rows leaves the cost uneven."""
+    uneven = plan.metrics["eta_cost"] < plan.metrics["eta_sched"] - 0.03
+    return ": try --balance cost" if uneven and plan.config.search.balance == "rows" else ""
 
 
 def _costs(config: PlannerConfig) -> str:
