@@ -17,6 +17,9 @@ _EXACT_TRAJECTORIES = 4096  # above this the contiguous search is no longer exac
 _SAMPLED_COUNTS = 32
 _ROOM = 0.95  # of the capacity: groups that could be this small may be made even
 _FEWER = 2  # slots that dissolving small contiguous groups may save
+_SLOT_SHARE = (
+    64  # a slot's fixed cost (launches, kernels that do not fill) in parts of the capacity
+)
 _LARGEST_TABLE = 32_000_000  # spans times groups of a dense table
 
 
@@ -57,7 +60,8 @@ def partition_batch(batch: SortedBatch, *, dp: int, capacity: int) -> Partition:
             f"capacity {capacity} needs {len(_natural(units, capacity))} microbatches and "
             f"{len(units.size)} trajectories do not make a multiple of {dp} replicas"
         )
-    return min(candidates, key=lambda found: initial_score(found.work, dp))
+    slot_rows = capacity // _SLOT_SHARE
+    return min(candidates, key=lambda found: initial_score(found.work, dp, slot_rows))
 
 
 def fewer_groups(
@@ -122,11 +126,16 @@ def assign_slots(work: IntArray, dp: int) -> tuple[IntArray, IntArray]:
     return replica, slot
 
 
-def initial_score(work: IntArray, dp: int) -> tuple[int, int, int]:
-    """Return ``J_init``: total rows, then rows of the slots' largest, then of a replica (eq. 1)."""
+def initial_score(work: IntArray, dp: int, slot_rows: int = 0) -> tuple[int, int, int]:
+    """Return ``J_init``: total rows, then rows of the slots' largest, then of a replica (eq. 1).
+
+    ``slot_rows`` is what a slot costs beside its rows. Where nothing is shared every cut is free,
+    and without it the balance of many tiny microbatches would win over a few full ones.
+    """
     replica, _ = assign_slots(work, dp)
-    heaviest = np.sort(work)[::-1][::dp].sum()
-    return int(work.sum()), int(heaviest), int(np.bincount(replica, work, dp).max())
+    heaviest = np.sort(work)[::-1][::dp]
+    second = int(heaviest.sum()) + slot_rows * len(heaviest)
+    return int(work.sum()), second, int(np.bincount(replica, work, dp).max())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +221,8 @@ def _search_exactly(units: _Units, dp: int, capacity: int) -> IntArray | None:
     least = min(totals[k] for k in counts)
 
     tied = [_recover(start, k) for k in counts if totals[k] == least][:_SAMPLED_COUNTS]
-    return min(tied, key=lambda cuts: initial_score(_run_sizes(units, cuts), dp))
+    slot_rows = capacity // _SLOT_SHARE
+    return min(tied, key=lambda cuts: initial_score(_run_sizes(units, cuts), dp, slot_rows))
 
 
 def _run_sizes(units: _Units, cuts: IntArray) -> IntArray:
@@ -247,7 +257,7 @@ def _search_sampled(units: _Units, dp: int, capacity: int) -> IntArray | None:
             )
             if reached is None:
                 continue
-            score = initial_score(_run_sizes(units, reached), dp)
+            score = initial_score(_run_sizes(units, reached), dp, capacity // _SLOT_SHARE)
             if best is None or score < best[0]:
                 best = score, reached
             elif count > 2 * len(cuts):

@@ -209,3 +209,12 @@ def test_even_groups_have_nearly_the_smallest_largest_group():
             assert found.num_groups == count and least <= found.work.max() <= least + least // 64
     assert made > 60
     assert even_groups(batch_of([[1] * 40, [2] * 40]), 2, capacity=41) is None
+
+
+@pytest.mark.parametrize(
+    "count, length, dp, capacity, slots", [(5000, 50, 8, 6553, 5), (4000, 1, 4, 512, 2)]
+)
+def test_trajectories_that_share_nothing_fill_few_microbatches(count, length, dp, capacity, slots):
+    first = np.arange(count)[:, None] * length
+    batch = sort_batch(list(first + np.arange(length)), capacity=capacity)
+    assert partition_batch(batch, dp=dp, capacity=capacity).num_groups == slots * dp
