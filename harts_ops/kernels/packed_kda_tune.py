@@ -18,8 +18,13 @@ from harts_ops.kernels import packed_kda_launch as launch
 Candidate = tuple[str, dict[str, int]]  # kernel, its launch options
 
 _WARPS = (4, 8)
-_SCAN = {"BV": (32, 64, 128), "STAGES": (1, 2, 3), "num_warps": _WARPS}
-_CHUNK = {"BK": (32, 64, 128), "BV": (32, 64, 128), "num_warps": _WARPS, "num_stages": (1, 2)}
+_SCAN: dict[str, tuple[int, ...]] = {"BV": (32, 64, 128), "STAGES": (1, 2, 3), "num_warps": _WARPS}
+_CHUNK: dict[str, tuple[int, ...]] = {
+    "BK": (32, 64, 128),
+    "BV": (32, 64, 128),
+    "num_warps": _WARPS,
+    "num_stages": (1, 2),
+}
 SEARCH: dict[str, dict[str, tuple[int, ...]]] = {
     "prepare": _CHUNK,
     "reprepare": _CHUNK,
@@ -64,7 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def write_entry(path: Path, capability: int, dtype: str, width: int, kernels: Any) -> None:
     """Put an entry before all others, in place of one for the same GPU, dtype and width."""
-    entry = {"capability": capability, "dtype": dtype, "max_width": width, "kernels": kernels}
+    entry: dict[str, Any] = {
+        "capability": capability,
+        "dtype": dtype,
+        "max_width": width,
+        "kernels": kernels,
+    }
     key = (capability, dtype, width)
     others = [
         x
