@@ -12,7 +12,7 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
@@ -24,6 +24,7 @@ from harts_titan.model import HartsBlock, HartsModel
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+FLOATS = ("F64", "F32", "F16", "BF16")
 EXPERT = "{}"  # stands for the expert's index in a Hugging Face name
 
 Names = dict[str, str]
@@ -35,6 +36,7 @@ class _Stored:
 
     file: Path
     shape: tuple[int, ...]
+    dtype: str
 
 
 def read_index(path: str | Path) -> dict[str, _Stored]:
@@ -43,11 +45,14 @@ def read_index(path: str | Path) -> dict[str, _Stored]:
     Args:
         path: Folder with ``model.safetensors``, or with shards and their index.
     Raises:
-        ValueError: There is no checkpoint, or its index names a tensor that its shard lacks.
+        ValueError: There is no checkpoint, a shard is damaged, its index names a tensor that its
+            shard lacks, or a file that the index does not name holds one of its tensors.
     """
     folder = Path(path)
     if (folder / INDEX_FILE).is_file():
-        weight_map = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
+        weight_map = json.loads((folder / INDEX_FILE).read_text()).get("weight_map")
+        if not weight_map:
+            raise ValueError(f"{folder}: {INDEX_FILE} needs a weight_map, got none")
     elif (folder / SINGLE_FILE).is_file():
         weight_map = None
     else:
@@ -57,13 +62,27 @@ def read_index(path: str | Path) -> dict[str, _Stored]:
     for name in names:
         if not (folder / name).is_file():
             raise ValueError(f"{folder}: {INDEX_FILE} names {name}, which is missing")
-        with safe_open(folder / name, framework="pt") as shard:
-            for key in shard.keys():  # noqa: SIM118  # safe_open is not iterable
-                found[key] = _Stored(folder / name, tuple(shard.get_slice(key).get_shape()))
+        found |= _read_header(folder / name)
+    # torch's reader takes every file of the folder, so a stale one could fill the model.
+    for file in sorted(set(folder.glob("*.safetensors")) - {folder / name for name in names}):
+        if twice := sorted(_read_header(file).keys() & found.keys()):
+            raise ValueError(f"{file} is not part of the checkpoint but holds {_listing(twice)}")
     missing = sorted(set(weight_map or ()) - set(found))
     if missing:
         raise ValueError(f"{folder}: the shards lack {_listing(missing)} of {INDEX_FILE}")
     return found
+
+
+def _read_header(file: Path) -> dict[str, _Stored]:
+    try:
+        with safe_open(file, framework="pt") as shard:
+            parts = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118
+            return {
+                name: _Stored(file, tuple(part.get_shape()), part.get_dtype())
+                for name, part in parts.items()
+            }
+    except SafetensorError as error:
+        raise ValueError(f"{file}: needs whole safetensors, got: {error}") from error
 
 
 def _listing(names: list[str], most: int = 8) -> str:
@@ -113,6 +132,8 @@ class HybridStateDictAdapter(MoEStateDictAdapter):
         for index, block in enumerate(self._blocks):
             for native in _block_tensors(block):
                 key = f"{native}.low_rank" if self._is_low_rank_query(block, native) else native
+                if key not in self.layer:
+                    raise ValueError(f"the checkpoint format has no name for {key}")
                 names[f"layers.{index}.{native}"] = f"model.layers.{index}.{self.layer[key]}"
         return {native: self._published(name) for native, name in names.items()}
 
@@ -255,6 +276,11 @@ class HybridStateDictAdapter(MoEStateDictAdapter):
         ]
         if misshapen:
             raise ValueError(f"{path}: {_listing(misshapen)}")
+        quantized = [name for name in self._asked if source[name].dtype not in FLOATS]
+        if quantized:
+            raise ValueError(
+                f"{path}: needs tensors of {FLOATS}, got others: {_listing(quantized)}"
+            )
         return HuggingFaceStorageReader(path)
 
 
@@ -417,15 +443,21 @@ def save_hf_checkpoint(
 
     Args:
         model: The model.
-        path: Folder to write safetensors and their index to; ``config.json`` and the tokenizer
-            are the caller's to copy from the source.
+        path: Folder without safetensors to write them and their index to; ``config.json`` and
+            the tokenizer are the caller's to copy from the source.
         adapter: The family's adapter.
         source: Checkpoint that the model was loaded from: its names are kept, and its tensors
             that the model does not train are carried over unchanged.
         shard_bytes: Most bytes of a shard.
     Raises:
-        ValueError: The source has a tensor that the model does not know.
+        ValueError: The source is no checkpoint or has a tensor that the model does not know, or
+            the folder holds safetensors already.
     """
+    if source is not None:
+        read_index(source)
+    # What is there would be mixed with, or be mapped while overwritten by, what is saved.
+    if any(Path(path).glob("*.safetensors")):
+        raise ValueError(f"{path}: needs a folder without safetensors to save to, got some")
     names = adapter(model.config, None if source is None else str(source))
     state = model.state_dict()
     tensors = names.to_hf(state)

@@ -1,10 +1,22 @@
 """Hugging Face ``config.json`` <-> the numbers of a decoder."""
 
+from itertools import groupby
 from typing import Any
 
-from harts_titan import DecoderNumbers
+from harts_titan import DecoderNumbers, Limits
 
 MODEL_TYPES = ("bailing_hybrid", "kimi_linear")
+ONLY = {
+    "tie_word_embeddings": False,
+    "score_function": "sigmoid",
+    "moe_router_activation_func": "sigmoid",
+    "norm_topk_prob": True,
+    "moe_renormalize": True,
+    "moe_layer_freq": 1,
+    "mla_use_nope": True,
+    "rope_interleave": True,
+}
+"""The one supported value of fields that change the model but not its tensors."""
 
 
 def decoder_numbers(config: dict[str, Any]) -> DecoderNumbers:
@@ -15,13 +27,15 @@ def decoder_numbers(config: dict[str, Any]) -> DecoderNumbers:
     Args:
         config: The parsed file.
     Raises:
-        ValueError: The model type is not supported, or a required field is missing.
+        ValueError: The model type or a field's value is not supported, or a required field is
+            missing.
     """
     kind = config.get("model_type")
     if kind not in MODEL_TYPES:
         raise ValueError(f"config.json: model_type needs one of {MODEL_TYPES}, got {kind!r}")
-    if config.get("tie_word_embeddings"):
-        raise ValueError("config.json: tie_word_embeddings true is not supported")
+    for name, value in ONLY.items():
+        if config.get(name) not in (None, value):
+            raise ValueError(f"config.json: {name} needs {value!r}, got {config[name]!r}")
 
     def get(*names: str, default: Any = None) -> Any:
         for name in names:
@@ -69,7 +83,19 @@ def _ling(config: dict[str, Any], get: Any) -> dict[str, Any]:
         "lower_bound": get("kda_lower_bound", default=-5.0),
         "rope_theta": rope.get("rope_theta") or get("rope_theta"),
         "head_gate": True,
+        "expert_limits": _limits(config, "expert_swiglu_limit_list"),
+        "shared_limits": _limits(config, "share_expert_swiglu_limit_list"),
     }
+
+
+def _limits(config: dict[str, Any], name: str) -> Limits:
+    """Return the clamps of a list with one limit for each layer, 0 for none."""
+    values, num_layers = config.get(name) or [], config["num_hidden_layers"]
+    if not isinstance(values, list) or 0 < len(values) < num_layers:
+        raise ValueError(f"config.json: {name} needs {num_layers} limits, got {values!r}")
+    runs = groupby(range(min(len(values), num_layers)), key=lambda layer: values[layer])
+    spans = [(limit, list(layers)) for limit, layers in runs if limit]
+    return tuple((layers[0], layers[-1], float(limit)) for limit, layers in spans)
 
 
 def _kimi(config: dict[str, Any], get: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Hugging Face weights: parity with transformers, in and out, and every refusal."""
 
+import dataclasses
 import importlib
 import inspect
 import json
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from harts_titan import DecoderNumbers, decoder_config, model_registry
+from harts_titan import DecoderNumbers, decoder_config, model_numbers, model_registry
 from harts_titan.batch import microbatch_input, position_labels
 from harts_titan.checkpoint import (
     INDEX_FILE,
@@ -343,6 +344,41 @@ def test_names_a_folder_without_checkpoint(tmp_path):
         )
 
 
+def test_refuses_a_folder_whose_files_disagree(tmp_path):
+    model, folder, tensors = make_small(tmp_path)
+    save_file({"lm_head.weight": tensors["lm_head.weight"]}, folder / "stale.safetensors")
+    with pytest.raises(ValueError, match=r"stale\.safetensors .* holds lm_head\.weight"):
+        load_hf_checkpoint(model, folder, LingStateDictAdapter)
+    (folder / "stale.safetensors").write_bytes(b"\0" * 9)
+    with pytest.raises(ValueError, match=r"stale\.safetensors: needs whole safetensors"):
+        load_hf_checkpoint(model, folder, LingStateDictAdapter)
+    (folder / INDEX_FILE).write_text("{}")
+    with pytest.raises(ValueError, match="needs a weight_map"):
+        load_hf_checkpoint(model, folder, LingStateDictAdapter)
+
+
+def test_refuses_to_save_over_or_from_nothing(tmp_path):
+    model, folder, _ = make_small(tmp_path)
+    with pytest.raises(ValueError, match="without safetensors"):
+        save_hf_checkpoint(model, folder, LingStateDictAdapter, source=folder)
+    with pytest.raises(ValueError, match="found neither"):
+        save_hf_checkpoint(model, tmp_path / "out", LingStateDictAdapter, source=tmp_path)
+
+
+def test_names_a_tensor_that_the_format_has_no_name_for():
+    numbers = dataclasses.replace(model_numbers("debug"), num_kv_heads=1)
+    with pytest.raises(ValueError, match=r"no name for attention\.k_norm\.weight"):
+        LingStateDictAdapter(decoder_config(numbers), None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_refuses_quantized_tensors(tmp_path, dtype):
+    model, folder, tensors = make_small(tmp_path)
+    resave(folder, tensors | {"lm_head.weight": tensors["lm_head.weight"].to(dtype)})
+    with pytest.raises(ValueError, match=r"got others: lm_head\.weight"):
+        load_hf_checkpoint(model, folder, LingStateDictAdapter)
+
+
 def test_refuses_quantized_checkpoints(tmp_path):
     model, folder, _ = make_small(tmp_path)
     with pytest.raises(ValueError, match="quantized"):
@@ -386,6 +422,9 @@ def test_keeps_the_names_of_the_source(tmp_path):
         ({"mlp_layer_types": ["sparse", "dense"]}, "dense layers must come first"),
         ({"layer_types": None}, "layer_group_size"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type"),
+        ({"score_function": "softmax"}, "score_function needs 'sigmoid', got 'softmax'"),
+        ({"norm_topk_prob": False}, "norm_topk_prob"),
+        ({"expert_swiglu_limit_list": [4.0]}, "expert_swiglu_limit_list needs 2 limits"),
     ],
 )
 def test_config_json_names_what_is_wrong(tmp_path, change, message):
@@ -413,6 +452,14 @@ def test_config_json_names_what_is_wrong(tmp_path, change, message):
     assert decoder_numbers(config) == numbers
     with pytest.raises(ValueError, match=message):
         decoder_numbers(config | change)
+
+
+def test_config_json_clamps_of_ling3_flash():
+    flash = model_numbers("ling3_flash")
+    config = hf_config(dataclasses.replace(flash, expert_limits=(), shared_limits=()))
+    config["expert_swiglu_limit_list"] = [0] * 35 + [4] * 7 + [9]  # the last is the MTP layer's
+    config["share_expert_swiglu_limit_list"] = [0] * 34 + [5] * 6 + [7] * 2
+    assert decoder_numbers(config) == flash
 
 
 def test_a_run_starts_from_and_ends_in_a_hugging_face_checkpoint(tmp_path):
