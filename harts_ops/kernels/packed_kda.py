@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from harts_ops.kernels import packed_kda_launch as launch
+from harts_ops.kernels.packed_kda_call import make_call
 
 
 def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The CUDA body of ``harts::packed_kda``."""
-    call = launch.make_call(args)
+    call = make_call(args)
     inputs = call.inputs
     states = (inputs.num_exports, call.heads, call.key_width, call.value_width)
     exported = inputs.q.new_zeros(states, dtype=torch.float32)
@@ -34,7 +35,7 @@ def backward(
     *args: Any,
 ) -> tuple[Tensor, ...]:
     """The CUDA body of ``harts::packed_kda_backward``."""
-    call = launch.make_call(args)
+    call = make_call(args)
     grad_out = grad_out.contiguous()
     grad_exported = grad_exported_states.float().contiguous()
     with call.device():

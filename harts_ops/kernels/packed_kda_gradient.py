@@ -131,7 +131,17 @@ def _matrix_gradient_kernel(
 
 @triton.jit
 def _add_pairs(
-    d_q, d_k, balance, q, k, row_decay, column_decay, d_scores, d_products, PRECISION: tl.constexpr
+    d_q,
+    d_k,
+    balance,
+    q,
+    k,
+    row_decay,
+    column_decay,
+    d_scores,
+    d_products,
+    PRECISION: tl.constexpr,
+    FENCE: tl.constexpr,
 ):
     """Add what some pairs give to the gradients of q and k and to the balance of the decay's.
 
@@ -143,16 +153,20 @@ def _add_pairs(
     q_row = (q * row_decay).to(dtype)
     k_row = (k * row_decay).to(dtype)
     k_column = (k * column_decay).to(dtype)
+    publish(FENCE)
     x = tl.dot(d_scores, k_column, input_precision=PRECISION)
     d_q += x * row_decay
     balance += x * q_row.to(tl.float32)
     x = tl.dot(d_products, k_column, input_precision=PRECISION)
     d_k += x * row_decay
     balance += x * k_row.to(tl.float32)
+    for_column = k_column.to(tl.float32)
     x = tl.dot(tl.trans(d_scores), q_row, input_precision=PRECISION)
-    x = tl.dot(tl.trans(d_products), k_row, x, input_precision=PRECISION)
     d_k += x * column_decay
-    balance -= x * k_column.to(tl.float32)
+    balance -= x * for_column
+    x = tl.dot(tl.trans(d_products), k_row, input_precision=PRECISION)
+    d_k += x * column_decay
+    balance -= x * for_column
     return d_q, d_k, balance
 
 
@@ -252,10 +266,16 @@ def _gradient_kernel(
     g = tl.load(decay_ptr + head * K + g, mask=m_k[None, :], other=0.0)
     g_end = tl.load(decay + (length - 1) * (HV * K), mask=m_k[None, :], other=0.0)
 
+    # products of products go through memory: in one expression they would be spread over warps
+    # along rows only, which 64 rows are too few for
+    tile = o_t[:, None] * (HV * K) + o_k[None, :]
+    tl.store(dk_ptr + head * K + tile, d_w, mask=m_tk)
+    tl.debug_barrier()
+    d_w = tl.load(dk_ptr + head * K + tile, mask=m_tk, other=0.0).to(dtype)
+    publish(FENCE)
     e = tl.exp2(g)
     d_q *= e * scale
-    publish(FENCE)
-    d_w = tl.dot(tl.trans(inverse), d_w.to(dtype), input_precision=PRECISION) * e
+    d_w = tl.dot(tl.trans(inverse), d_w, input_precision=PRECISION) * e
     d_w *= -beta[:, None]
     d_k *= tl.exp2(g_end - g)
     d_end = d_end * tl.exp2(tl.sum(g_end, 0)) + tl.sum(k * d_k, 0)
@@ -268,23 +288,27 @@ def _gradient_kernel(
         pairs = halves(o_t, BT >> (i + 1)) & m_t[:, None]
         s = tl.load(d_scores, mask=pairs, other=0.0)
         p = tl.load(d_products, mask=pairs, other=0.0)
-        d_q, d_k, balance = _add_pairs(d_q, d_k, balance, q, k, e, e, s, p, PRECISION)
+        sums = (d_q, d_k, balance)
+        d_q, d_k, balance = _add_pairs(*sums, q, k, e, e, s, p, PRECISION, FENCE)
     if SAFE:
         e = from_block(g, decay, o_t, length, m_k, HV * K)
         from_e, to_e = tl.exp2(e), tl.exp2(-e)
         pairs = (o_t // SAFE_ROWS)[:, None] == (o_c // SAFE_ROWS)[None, :]
         s = tl.load(d_scores, mask=pairs & m_t[:, None], other=0.0)
         p = tl.load(d_products, mask=pairs & m_t[:, None], other=0.0)
-        d_q, d_k, balance = _add_pairs(d_q, d_k, balance, q, k, from_e, to_e, s, p, PRECISION)
+        sums = (d_q, d_k, balance)
+        d_q, d_k, balance = _add_pairs(*sums, q, k, from_e, to_e, s, p, PRECISION, FENCE)
 
-    tile = o_t[:, None] * (HV * K) + o_k[None, :]
     tl.store(dq_ptr + head * K + tile, d_q, mask=m_tk)
     tl.store(dk_ptr + head * K + tile, d_k, mask=m_tk)
+    tl.store(dg_ptr + head * K + tile, balance, mask=m_tk)
+    tl.debug_barrier()
+    balance = tl.load(dg_ptr + head * K + tile, mask=m_tk, other=0.0)
     from_row = tl.full([BT, BT], 1.0, dtype=dtype)
     from_row = tl.where(o_t[:, None] <= o_c[None, :], from_row, 0.0)
     high = balance.to(dtype)
-    low = (balance - high.to(tl.float32)).to(dtype)
+    low = ((balance - high.to(tl.float32)) * 256.0).to(dtype)
     publish(FENCE)
-    d_g = tl.dot(from_row, high, input_precision=PRECISION)
-    d_g = tl.dot(from_row, low, d_g, input_precision=PRECISION) + d_end[None, :]
+    d_g = tl.dot(from_row, high, input_precision=PRECISION) + d_end[None, :]
+    d_g += tl.dot(from_row, low, input_precision=PRECISION) * (1.0 / 256.0)
     tl.store(dg_ptr + head * K + tile, d_g, mask=m_tk)

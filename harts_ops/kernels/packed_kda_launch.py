@@ -1,106 +1,23 @@
-"""Launches of packed KDA's Triton kernels: what each one reads, writes, and how it is compiled."""
+"""Launches of packed KDA's Triton kernels: what each one reads and writes."""
 
 # Shape letters as in harts_ops/packed_kda.py.
 
-import functools
-import json
-import math
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from harts_ops._packed_kda_rows import PackedKdaInputs
 from harts_ops.kernels import packed_kda_gradient, packed_kda_prepare, packed_kda_rows
 from harts_ops.kernels import packed_kda_scan as packed_kda_scans
+from harts_ops.kernels.packed_kda_call import Call, padded
 
 # Launches of jitted functions are beyond a type checker.
 _prepares: Any = packed_kda_prepare
 _gradients: Any = packed_kda_gradient
 _rows: Any = packed_kda_rows
 _scans: Any = packed_kda_scans
-
-CONFIG_FILE = Path(__file__).with_name("packed_kda.json")
-
-_SAFE_DECAY = -5.0  # 15 steps of it stay within fp32's range
-
-Options = dict[str, dict[str, int]]  # launch options of each kernel
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One call's inputs, with what its launches share."""
-
-    inputs: PackedKdaInputs
-    key_heads: int
-    heads: int
-    key_width: int
-    value_width: int
-    options: Options
-
-    @property
-    def num_packed(self) -> int:
-        return self.inputs.packed_row.shape[0]
-
-    @property
-    def num_chunks(self) -> int:
-        return self.inputs.chunk_indices.shape[0]
-
-    @property
-    def num_external(self) -> int:
-        return self.inputs.reader_ptr.shape[0] - 2 - self.inputs.num_exports
-
-    @property
-    def has_halo(self) -> bool:
-        return self.inputs.halo_k is not None
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {"HV": self.heads, "K": self.key_width, "V": self.value_width}
-
-    @property
-    def chunk_sizes(self) -> dict[str, Any]:
-        precision = "tf32" if self.inputs.q.dtype == torch.bfloat16 else "tf32x3"
-        return self.sizes | {"BT": self.inputs.chunk_size, "PRECISION": precision}
-
-    @property
-    def scan_sizes(self) -> dict[str, Any]:
-        return self.chunk_sizes | {"PK": padded(self.key_width)}
-
-    @property
-    def halves(self) -> dict[str, Any]:
-        """How pairs of a chunk's rows are split: see `packed_kda_prepare`."""
-        x = self.inputs
-        safe = x.gate_form == "lower_bound" and x.lower_bound >= _SAFE_DECAY
-        levels = x.chunk_size.bit_length() - 1
-        return {"SAFE": safe, "NUM_HALVES": levels - 4 if safe else levels}
-
-    @property
-    def fence(self) -> bool:
-        """Whether matrix instructions read shared memory asynchronously."""
-        x = self.inputs.q
-        return x.device.type == "cuda" and torch.cuda.get_device_capability(x.device)[0] >= 9
-
-    def packed(self, width: int, dtype: torch.dtype | None = None) -> Tensor:
-        return self.inputs.q.new_empty(self.num_packed, self.heads, width, dtype=dtype)
-
-    def states(self, count: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Transposed states, as the kernels keep them."""
-        shape = (count, self.heads, self.value_width, self.key_width)
-        return self.inputs.q.new_empty(shape, dtype=dtype)
-
-    def scan_programs(self, kernel: str, sequences: int) -> int:
-        """Programs of a scan over so many sequences (at least one)."""
-        columns = triton.cdiv(self.value_width, self.options[kernel]["BV"])
-        return max(1, sequences * self.heads * columns)
-
-    def device(self) -> AbstractContextManager:
-        x = self.inputs.q
-        return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,57 +34,6 @@ class Prepared:
     inverse: Tensor  # [T, HV, B]
     row_scale: Tensor  # [3, T, HV] 1/|q|, 1/|k|, beta, fp32; backward only
     grad_out: Tensor  # zero where a row is replayed; backward only
-
-
-def make_call(args: tuple[Any, ...], options: Options | None = None) -> Call:
-    """Check what the kernels need, and choose launch options."""
-    inputs = PackedKdaInputs(*(x.contiguous() if isinstance(x, Tensor) else x for x in args))
-    (_, key_heads, key_width), (_, heads, value_width) = inputs.q.shape, inputs.v.shape
-    if inputs.q.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"packed_kda on CUDA needs q in bfloat16 or float32, got {inputs.q.dtype}")
-    if inputs.k.dtype != inputs.q.dtype:
-        raise ValueError(f"q is {inputs.q.dtype} but k is {inputs.k.dtype}")
-    if max(key_width, value_width) > 256:
-        raise ValueError(f"need head widths up to 256, got {key_width} and {value_width}")
-    if inputs.chunk_size not in (16, 32, 64):
-        raise ValueError(f"chunk_size on CUDA is 16, 32 or 64, got {inputs.chunk_size}")
-    if options is None:
-        options = launch_options(inputs.q.device, inputs.q.dtype, max(key_width, value_width))
-    limits = {"BK": padded(key_width), "BV": padded(value_width)}
-    return Call(
-        inputs=inputs,
-        key_heads=key_heads,
-        heads=heads,
-        key_width=key_width,
-        value_width=value_width,
-        options={
-            kernel: {name: min(x, limits.get(name, x)) for name, x in chosen.items()}
-            for kernel, chosen in options.items()
-        },
-    )
-
-
-@functools.cache
-def launch_options(device: torch.device, dtype: torch.dtype, width: int) -> Options:
-    """Launch options of each kernel: one fixed set per device, dtype and head width.
-
-    The same rows give bitwise the same results in any layout only under the same options, so
-    nothing is tuned at run time. ``python -m harts_ops.kernels.packed_kda --tune`` measures anew.
-    """
-    capability = None
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        capability = 10 * major + minor
-    name = str(dtype).removeprefix("torch.")
-    for entry in json.loads(CONFIG_FILE.read_text()):
-        fits = entry["dtype"] == name and width <= entry["max_width"]
-        if fits and entry["capability"] in (capability, None):
-            return entry["kernels"]
-    raise ValueError(f"{CONFIG_FILE} has no options for {name} and head width {width}")
-
-
-def padded(width: int) -> int:
-    return max(16, 1 << math.ceil(math.log2(width)))
 
 
 def destination(call: Call, out: Tensor | None) -> Tensor:

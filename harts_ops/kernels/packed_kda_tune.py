@@ -14,11 +14,16 @@ import torch
 from torch import Tensor
 
 from harts_ops.kernels import packed_kda_launch as launch
+from harts_ops.kernels.packed_kda_call import CONFIG_FILE, Call, make_call, narrowest
 
 Candidate = tuple[str, dict[str, int]]  # kernel, its launch options
 
 _WARPS = (4, 8)
-_SCAN: dict[str, tuple[int, ...]] = {"BV": (32, 64, 128), "STAGES": (1, 2, 3), "num_warps": _WARPS}
+_SCAN: dict[str, tuple[int, ...]] = {
+    "BV": (16, 32, 64, 128),
+    "STAGES": (1, 2, 3),
+    "num_warps": _WARPS,
+}
 _CHUNK: dict[str, tuple[int, ...]] = {
     "BK": (32, 64, 128),
     "BV": (32, 64, 128),
@@ -48,15 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--rows", type=int, default=32_768)
     parser.add_argument("--workers", type=int, default=8, help="processes that compile")
-    parser.add_argument("--out", type=Path, default=launch.CONFIG_FILE)
+    parser.add_argument("--out", type=Path, default=CONFIG_FILE)
     options = parser.parse_args(arguments)
     shape = (options.rows, options.heads, options.width, options.dtype)
-    candidates = [
-        (kernel, dict(zip(space, values, strict=True)))
-        for kernel, space in SEARCH.items()
-        for values in itertools.product(*space.values())
-        if max(v for k, v in zip(space, values, strict=True) if k != "STAGES") <= options.width
-    ]
+    candidates = search(options.dtype, options.width)
     measured = measure(candidates, shape, workers=options.workers)
     best: dict[str, dict[str, int]] = {}
     for kernel in SEARCH:
@@ -65,6 +65,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{kernel:16s} {time:8.3f} ms {best[kernel]}")
     major, minor = torch.cuda.get_device_capability()
     write_entry(options.out, 10 * major + minor, options.dtype, options.width, best)
+
+
+def search(dtype: str, width: int) -> list[Candidate]:
+    """Candidates for all kernels; tiles of those local to a chunk are never too narrow."""
+    least = narrowest(getattr(torch, dtype))
+    candidates = []
+    for kernel, space in SEARCH.items():
+        for values in itertools.product(*space.values()):
+            chosen = dict(zip(space, values, strict=True))
+            tiles = [chosen[name] for name in ("BK", "BV") if name in chosen]
+            if max(tiles, default=0) <= width and ("BK" not in chosen or min(tiles) >= least):
+                candidates.append((kernel, chosen))
+    return candidates
 
 
 def write_entry(path: Path, capability: int, dtype: str, width: int, kernels: Any) -> None:
@@ -171,7 +184,7 @@ def problem(
 
 def make_stages(args: list[Any]) -> dict[str, Callable[[dict[str, int]], Any]]:
     """For each kernel a function that runs it alone, with given launch options."""
-    call = launch.make_call(tuple(args))
+    call = make_call(tuple(args))
     inputs = call.inputs
     shape = (inputs.num_exports, call.heads, call.key_width, call.value_width)
     exported = inputs.q.new_zeros(shape, dtype=torch.float32)
@@ -188,7 +201,7 @@ def make_stages(args: list[Any]) -> dict[str, Callable[[dict[str, int]], Any]]:
     matrices, d_beta, d_v = launch.matrix_gradient(call, *local)
     chunk_states = (states, delta, grad_states, grad_delta)
     packed = (*launch.gradient(call, prepared, chunk_states, matrices), d_beta, d_v)
-    runs: dict[str, Callable[[launch.Call], Any]] = {
+    runs: dict[str, Callable[[Call], Any]] = {
         "prepare": lambda c: launch.prepare(c, scores, inverse, rows),
         "reprepare": lambda c: launch.prepare(c, scores, inverse, rows, grad_out),
         "scan": lambda c: launch.scan(c, prepared, exported, rows, out),

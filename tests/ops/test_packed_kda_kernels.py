@@ -23,7 +23,7 @@ needs_kernels = pytest.mark.skipif(
 DEVICE = "cuda" if ON_GPU else "cpu"
 if ON_GPU or INTERPRETED:
     from harts_ops.kernels import packed_kda as kernels
-    from harts_ops.kernels import packed_kda_launch as launch
+    from harts_ops.kernels import packed_kda_call
 ACTIVATED = {"use_qk_l2norm": True, "use_beta_sigmoid": True}
 
 
@@ -206,7 +206,7 @@ def assert_replay_is_bitwise(inputs, sequences, paths, num_rows, options, alone=
 def test_options_cover_every_device_and_width():
     for dtype in (torch.bfloat16, torch.float):
         for width in (16, 128, 256):
-            chosen = launch.launch_options(torch.device(DEVICE), dtype, width)
+            chosen = packed_kda_call.launch_options(torch.device(DEVICE), dtype, width)
             assert set(chosen) >= {"prepare", "scan", "rescan", "reverse_scan", "gradient"}
 
 
