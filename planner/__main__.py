@@ -4,8 +4,7 @@ import argparse
 import json
 import sys
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,8 @@ from planner import InterfaceConfig, Layout, PlannerConfig, SearchConfig, StepPl
 from planner.cost import MODELS, fit_costs, model_config
 from planner.rollouts import read_rollouts
 
-_QUIET_S = 2.0  # a stage that takes longer says so, and how long it has taken
+_QUIET_S = 2.0  # a stage that takes longer says so
+_MEASURED = ("rows", "pairs", "forward_s", "backward_s")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,14 +33,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _show(options: argparse.Namespace) -> int:
     config = _config(options)
+    _check_outputs(options)
     with _stage(f"reading {options.file}"):
         rollouts = read_rollouts(options.file, required=("token_ids",))
     trajectories = rollouts.token_ids
-    with _stage(f"planning {len(trajectories):,} trajectories (a first run compiles the search)"):
+    with _stage(f"planning {len(trajectories):,} trajectories"):
         plan = make_plan(trajectories, config)
     if options.json is not None:
         options.json.write_text(json.dumps(plan.to_json()) + "\n", encoding="utf-8")
-    print(_report(options.file, plan, trajectories, options.model))
+    source = (
+        f"{options.model}'s costs" if options.costs is None else f"the costs of {options.costs}"
+    )
+    print(_report(options.file, plan, trajectories, options.model, source))
     if options.plot is not None:
         from planner.pictures import draw_plan
 
@@ -61,14 +65,23 @@ def _parser() -> argparse.ArgumentParser:
     add("file", type=Path, help="rollouts: .jsonl, .parquet or .npz")
     add("--dp", type=int, default=1, help="data-parallel replicas (default 1)")
     add("--capacity", type=int, default=65_536, help="most rows of a microbatch (default 65536)")
-    add("--chunk", type=int, default=64, help="tokens of a linear-attention chunk (default 64)")
+    add("--chunk", type=int, default=64, help="must be the model's chunk size (default 64)")
     add("--max-window", type=int, help="most slots that share a producer (default: no limit)")
-    add("--producer-gib", type=float, help="memory for the live producers of a replica")
-    add("--model", default="ling3_tiny", help=f"whose costs: {', '.join(MODELS)}")
+    add("--producer-gib", type=float, help="for a replica's live producers (default: no limit)")
+    add("--model", default="ling3_tiny", choices=MODELS, help="whose costs (default ling3_tiny)")
     add("--costs", type=Path, metavar="JSON", help="fitted costs, as printed by 'fit'")
-    add("--balance", default="rows", help="even out rows (default) or cost over the replicas")
     add(
-        "--evaluations", type=int, default=SearchConfig().evaluations, help="search, per trajectory"
+        "--balance",
+        default="rows",
+        choices=("rows", "cost"),
+        help="what replicas get equally much of (default rows)",
+    )
+    search = SearchConfig().evaluations
+    add(
+        "--evaluations",
+        type=int,
+        default=search,
+        help=f"search per microbatch; 0 keeps the starting plan (default {search})",
     )
     add("--json", type=Path, metavar="OUT", help="write the plan to this file")
     add("--plot", type=Path, metavar="OUT.png", help="draw the forest and the schedule")
@@ -102,15 +115,31 @@ def _config(options: argparse.Namespace) -> PlannerConfig:
         raise ValueError(f"{options.costs}: not the costs that 'fit' prints: {error}") from error
 
 
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Refuse before planning what could not be written after it."""
+    for path in (options.json, options.plot):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise ValueError(f"{path}: needed a file in a folder that exists")
+    if options.plot is not None:
+        from planner.pictures import check_picture
+
+        check_picture(options.plot)
+
+
 @contextmanager
-def _stage(what: str) -> Iterator[None]:
-    """Tell on standard error that a stage is still running, once it takes long."""
+def _stage(what: str) -> Generator[None, None, None]:
+    """Say once on standard error what takes long: the stage, or compiling for it."""
     done = threading.Event()
-    began = time.perf_counter()
+    compiled = _compiles()
 
     def tell() -> None:
+        told: set[str] = set()
         while not done.wait(_QUIET_S):
-            print(f"{what}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+            compiling = _compiles() > compiled
+            line = "compiling the planner's search (once)" if compiling else f"{what} ..."
+            if line not in told:
+                print(line, file=sys.stderr, flush=True)
+            told.add(line)
 
     thread = threading.Thread(target=tell, daemon=True)
     thread.start()
@@ -121,6 +150,15 @@ def _stage(what: str) -> Iterator[None]:
         thread.join()
 
 
+def _compiles() -> int:
+    """Count the functions that numba did not find in its cache: none without numba."""
+    count = 0
+    for name in ("kernels", "exchange", "depths"):
+        for value in list(vars(sys.modules.get(f"planner.{name}", object)).values()):
+            count += bool(getattr(getattr(value, "stats", None), "cache_misses", None))
+    return count
+
+
 def tree_levels(layout: Layout) -> int:
     """Return the most segments on a path: the calls of a plan that runs level by level."""
     level: list[int] = []
@@ -129,8 +167,12 @@ def tree_levels(layout: Layout) -> int:
     return max(level, default=0)
 
 
-def _report(file: Path, plan: StepPlan, trajectories: Sequence[np.ndarray], model: str) -> str:
+def _report(
+    file: Path, plan: StepPlan, trajectories: Sequence[np.ndarray], model: str, source: str
+) -> str:
     length = np.array([len(x) for x in trajectories], np.int64)
+    calls = _many(int(plan.metrics["rounds_min_call"]), "call")
+    replicas = "each of " * (plan.config.dp > 1) + _many(plan.config.dp, "replica")
     config, metrics, tokens = plan.config, plan.metrics, int(length.sum())
     pairs = int(_triangle(length).sum())
 
@@ -138,10 +180,9 @@ def _report(file: Path, plan: StepPlan, trajectories: Sequence[np.ndarray], mode
         fewer = "" if area is None else f"{area / 1e9:>15,.1f} G{pairs / area:>11.2f}x"
         return f"{name:34}{rows:>16,.0f}{tokens / rows:>12.2f}x{fewer}"
 
-    longest = max(window.last - window.first for window in plan.windows)
     return "\n".join(
         [
-            f"{file}: {len(length):,} trajectories, {tokens:,} tokens "
+            f"{file}: {_many(len(length), 'trajectory', 'trajectories')}, {tokens:,} tokens "
             f"(mean {length.mean():,.0f}, longest {length.max():,})",
             "",
             f"{'':34}{'rows to compute':>16}{'fewer':>13}{'query-key pairs':>17}{'fewer':>12}",
@@ -160,23 +201,37 @@ def _report(file: Path, plan: StepPlan, trajectories: Sequence[np.ndarray], mode
             "",
             f"expected speed-up   {metrics['speedup_ideal']:.1f}x over training every trajectory "
             f"by itself,",
-            f"                    if time goes as {model}'s costs: {_costs(config)}",
+            f"                    if time goes as {source}: {_costs(config)}",
             f"balance             {metrics['eta_sched']:.1%} of the decoder's slot time is work "
             f"({metrics['eta_cost']:.1%} by cost{_advice(plan)});",
             f"                    the worst 5% of slots {metrics['balance_p5']:.1%} even, whole "
             f"replicas {metrics['step_total_min']:.1%}",
-            f"linear attention    at most {metrics['rounds_min_call']:.0f} calls a layer instead "
+            f"linear attention    at most {calls} a layer instead "
             f"of {metrics['levels']:.0f}, one per level; {metrics['replay_share']:.1%} of the rows "
             f"are replayed",
-            f"microbatches        {plan.num_slots} on each of {config.dp} replicas, at most "
+            f"microbatches        {plan.num_slots} on {replicas}, at most "
             f"{config.capacity:,} rows, {metrics['fill']:.0%} full",
-            f"producers           {len(plan.windows)} window{'s' * (len(plan.windows) > 1)} of at "
-            f"most {longest} slots; the largest producer {metrics['producer_rows']:,.0f} rows,",
-            f"                    {metrics['producer_bytes'] / 2**30:.2f} GiB of keys, states and "
-            f"logits on a replica of {model}",
+            *_producers(plan, model),
             f"planned in          {metrics['plan_s']:.3f} s",
         ]
     )
+
+
+def _producers(plan: StepPlan, model: str) -> list[str]:
+    if not plan.metrics["producer_rows"]:
+        return ["producers           none: every microbatch computes all its rows"]
+    longest = max(window.last - window.first for window in plan.windows)
+    return [
+        f"producers           {_many(len(plan.windows), 'window')} of at most "
+        f"{_many(longest, 'slot')}; the largest producer "
+        f"{_many(int(plan.metrics['producer_rows']), 'row')},",
+        f"                    {plan.metrics['producer_bytes'] / 2**30:.2f} GiB of keys, states and "
+        f"logits on a replica of {model}",
+    ]
+
+
+def _many(count: int, one: str, more: str | None = None) -> str:
+    return f"{count:,} {one if count == 1 else more or one + 's'}"
 
 
 def _advice(plan: StepPlan) -> str:
@@ -203,22 +258,23 @@ def _compare(
 ) -> None:
     from planner.compare import compare
 
+    told = list(
+        compare(
+            trajectories,
+            config,
+            group=group,
+            budget_s=options.budget,
+            progress=lambda name: print(f"planning: {name}", file=sys.stderr, flush=True),
+        )
+    )
     print(
         f"\n{'':34}{'fewer rows':>11}{'slot time':>11}{'worst 5%':>10}{'replicas':>10}"
         f"{'slots':>7}{'speed-up':>10}{'planned':>11}"
     )
-    told = compare(
-        trajectories,
-        config,
-        group=group,
-        budget_s=options.budget,
-        progress=lambda name: print(f"planning: {name}", file=sys.stderr, flush=True),
-    )
     for one in told:
         print(
             f"{one.name:34}{one.compression:>10.2f}x{one.eta_sched:>11.1%}{one.balance_p5:>10.1%}"
-            f"{one.step_total:>10.1%}{one.slots:>7}{one.speedup:>9.1f}x{one.seconds:>9.2f} s",
-            flush=True,
+            f"{one.step_total:>10.1%}{one.slots:>7}{one.speedup:>9.1f}x{one.seconds:>9.2f} s"
         )
 
 
@@ -241,12 +297,14 @@ def _fit(words: Sequence[str]) -> int:
     for row, line in enumerate(lines):
         try:
             one = json.loads(line)
-            samples.append(
-                {key: float(one[key]) for key in ("rows", "pairs", "forward_s", "backward_s")}
-                | {"rectangle": float(one.get("rectangle", one["pairs"]))}
-            )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"{file}, row {row}: not a measured pass: {error!r}") from error
+            missing = [key for key in _MEASURED if key not in one]
+            if missing:
+                verb = "is" if len(missing) == 1 else "are"
+                raise ValueError(f"{', '.join(missing)} {verb} missing")
+            samples.append({key: float(one[key]) for key in _MEASURED})
+            samples[-1]["rectangle"] = float(one.get("rectangle", one["pairs"]))
+        except (TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{file}, row {row}: not a measured pass: {error}") from error
     cost = fit_costs(samples)
     names = ("forward_row", "forward_pair", "backward_row", "backward_pair")
     print(json.dumps({name: getattr(cost, name) for name in names}, indent=2))

@@ -17,12 +17,19 @@ _PRODUCER = "#22303c"
 _IDLE = "#e3e6e8"
 
 
-def draw_plan(plan: StepPlan, trajectories: Sequence[np.ndarray], path: str | Path) -> None:
-    """Write one picture: above, the forest of replica 0's first window; below, the schedule.
+def check_picture(path: Path) -> None:
+    """Refuse a file name that matplotlib has no format for.
 
     Raises:
         ImportError: matplotlib is not installed.
+        ValueError: There is no such format.
     """
+    known = sorted(_pyplot().FigureCanvasBase.get_supported_filetypes())
+    if path.suffix[1:].lower() not in known:
+        raise ValueError(f"{path}: needed a picture such as plan.png, or {', '.join(known)}")
+
+
+def _pyplot() -> Any:
     try:
         import matplotlib
 
@@ -30,6 +37,16 @@ def draw_plan(plan: StepPlan, trajectories: Sequence[np.ndarray], path: str | Pa
         import matplotlib.pyplot as plt
     except ImportError as error:
         raise ImportError("--plot needs matplotlib: pip install 'harts[plot]'") from error
+    return plt
+
+
+def draw_plan(plan: StepPlan, trajectories: Sequence[np.ndarray], path: str | Path) -> None:
+    """Write one picture: above, the forest of replica 0's first window; below, the schedule.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    plt = _pyplot()
     height = 1.5 + 0.34 * plan.config.dp
     figure, (above, below) = plt.subplots(
         2, 1, figsize=(13, 8.2 + height), height_ratios=[8.2, height], layout="constrained"

@@ -356,8 +356,11 @@ _NPZ_KNOWN = (
 
 def _npz_rows(path: Path) -> Iterator[Row]:
     """Yield the samples of a prefix trie: token i of a sample is stored once per prefix."""
+    with path.open("rb") as content:
+        if not zipfile.is_zipfile(content):
+            raise ValueError(f"{path}: not a rollout set: needed the zip that numpy.savez writes")
     try:
-        with np.load(path) as file:
+        with np.load(path, allow_pickle=False) as file:
             data = {name: file[name] for name in file.files}
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from error

@@ -1,9 +1,11 @@
 """The command line of the planner."""
 
+import importlib
 import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -114,13 +116,18 @@ def test_fit_prints_costs_that_the_table_takes(tmp_path, capsys):
     assert fitted["forward_pair"] == pytest.approx(1e-4)
     assert fitted["backward_row"] == pytest.approx(3)
     assert main([str(DATA), "--costs", str(costs)]) == 0
-    assert "as much as 10,000 query-key pairs" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"the costs of {costs}: a row costs as much as 10,000 query-key pairs" in out
     costs.write_text('{"speed": 3}')
     assert main([str(DATA), "--costs", str(costs)]) == 2
     assert "not the costs that 'fit' prints" in capsys.readouterr().err
     times.write_text('{"rows": 1}\n')
     assert main(["fit", str(times)]) == 2
-    assert f"{times}, row 0: not a measured pass" in capsys.readouterr().err
+    reason = "not a measured pass: pairs, forward_s, backward_s are missing"
+    assert f"{times}, row 0: {reason}" in capsys.readouterr().err
+    times.write_text('{"rows": 1, "pairs": 2, "backward_s": 3}\n')
+    assert main(["fit", str(times)]) == 2
+    assert "not a measured pass: forward_s is missing" in capsys.readouterr().err
 
 
 def test_options_reach_the_plan(tmp_path, capsys):
@@ -131,12 +138,58 @@ def test_options_reach_the_plan(tmp_path, capsys):
     plan = json.loads(out.read_text())
     assert max(b - a for a, b in (window["slots"] for window in plan["windows"])) <= 2
     assert plan["metrics"]["producer_bytes"] <= 0.25 * 2**30
-    for wrong in (["--model", "x"], ["--balance", "x"], ["--producer-gib", "0"]):
-        assert main([*arguments, *wrong]) == 2
+    for wrong in (["--model", "x"], ["--balance", "x"]):
+        with pytest.raises(SystemExit, match="2"):
+            main([*arguments, *wrong])
+    assert "choose from rows, cost" in capsys.readouterr().err.replace("'", "")
+    assert main([*arguments, "--producer-gib", "0"]) == 2
 
 
 def test_long_stages_tell_that_they_run(monkeypatch, capsys):
     monkeypatch.setattr(sys.modules["planner.__main__"], "_QUIET_S", 0.01)
     with _stage("reading r.jsonl"):
         time.sleep(0.1)
-    assert "reading r.jsonl: 0 s" in capsys.readouterr().err
+    assert capsys.readouterr().err == "reading r.jsonl ...\n"
+
+
+def test_compiling_is_told_once(monkeypatch, capsys):
+    command = sys.modules["planner.__main__"]
+    monkeypatch.setattr(command, "_QUIET_S", 0.01)
+    misses = iter([3])
+    monkeypatch.setattr(command, "_compiles", lambda: next(misses, 4))
+    with _stage("planning"):
+        time.sleep(0.1)
+    assert capsys.readouterr().err == "compiling the planner's search (once)\n"
+
+
+def test_functions_that_numba_compiled_are_counted(monkeypatch):
+    kernels = importlib.import_module("planner.kernels")
+    command = sys.modules["planner.__main__"]
+    before = command._compiles()
+    new = SimpleNamespace(stats=SimpleNamespace(cache_misses={"int64": 1}))
+    monkeypatch.setattr(kernels, "_new", new, raising=False)
+    assert command._compiles() == before + 1
+
+
+def test_nothing_shared_between_microbatches_needs_no_producer(tmp_path, capsys):
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"token_ids": [1, 2, 3]}\n{"token_ids": [1, 2, 4]}\n')
+    assert main([str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "producers           none" in out and "GiB" not in out
+    assert "1 on 1 replica, at most" in out and "1 call a layer" in out
+
+
+def test_outputs_are_checked_before_planning(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys.modules["planner.__main__"], "make_plan", None)
+    for option in ("--json", "--plot"):
+        for path in (tmp_path, tmp_path / "missing" / "plan.png"):
+            assert main([str(DATA), option, str(path)]) == 2
+            assert f"{path}: needed a file in a folder" in capsys.readouterr().err
+    pytest.importorskip("matplotlib")
+    for name in ("plan", "plan.xyz"):
+        assert main([str(DATA), "--plot", str(tmp_path / name)]) == 2
+        assert "needed a picture such as plan.png" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([str(DATA), "--plot", str(tmp_path / "plan.png")]) == 2
+    assert "--plot needs matplotlib" in capsys.readouterr().err

@@ -298,6 +298,14 @@ def test_a_broken_set_is_refused(tmp_path, change, reason):
         read_rollouts(path)
 
 
+@pytest.mark.parametrize("content", [b"", b"token_ids", b"\x80\x04N."])
+def test_a_file_that_is_no_zip_is_no_set(tmp_path, content):
+    path = tmp_path / "set.npz"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"set\.npz: not a rollout set"):
+        read_rollouts(path)
+
+
 def test_a_damaged_set_is_refused_by_name(tmp_path):
     path = tmp_path / "set.npz"
     np.savez_compressed(path, seg_tokens=np.arange(1000))
