@@ -10,7 +10,11 @@ import resource
 import sys
 import types
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any
+
+if not (find_spec("torch") and find_spec("torchtitan")):
+    raise ModuleNotFoundError("harts_titan needs torch and torchtitan: pip install 'harts[titan]'")
 
 import torch
 import torch._utils

@@ -61,7 +61,6 @@ def _run(flavor: str, *, capacity: int, seq_len: int, lr: float, steps: int) -> 
     vocab_size = spec.model.tok_embeddings.num_embeddings  # type: ignore[attr-defined]
     return HartsTrainer.Config(
         model_spec=spec,
-        hf_assets_path=".",
         loss=dapo(),
         tokenizer=TokenIds.Config(vocab_size=vocab_size),
         dataloader=RolloutDataLoader.Config(planner=_planner(flavor, capacity)),
@@ -72,7 +71,8 @@ def _run(flavor: str, *, capacity: int, seq_len: int, lr: float, steps: int) -> 
         ),
         parallelism=_parallelism(),
         metrics=HartsMetrics.Config(log_freq=1),
-        checkpoint=CheckpointManager.Config(enable=False),
+        # A model-only last save could not be resumed by a run of more steps.
+        checkpoint=CheckpointManager.Config(enable=False, last_save_model_only=False),
         activation_checkpoint=HartsSelectiveAC.Config(),
     )
 
@@ -83,8 +83,6 @@ def harts_debug() -> HartsTrainer.Config:
     config.training.mixed_precision_param = "float32"
     config.debug.seed = 0
     config.activation_checkpoint = None
-    # Nothing is loaded; torchtitan would warn that its default has no effect.
-    config.checkpoint.initial_load_model_only = False
     return config
 
 

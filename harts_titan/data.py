@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +19,8 @@ from harts_titan.loss import Couples, TargetMetadata, Totals
 from planner import PlannerConfig, make_plan
 from planner.rollouts import Rollouts, read_rollouts, renumber_tokens
 
+# An objective that needs advantages says so itself; fine-tuning works without.
+REQUIRED_COLUMNS = ("token_ids", "loss_mask")
 Cursor = tuple[int, int]  # (epoch, next trajectory); of synthetic trees (step, 0)
 
 
@@ -285,12 +288,12 @@ class RolloutDataLoader(BaseDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """Where rollouts come from and how steps are made of them.
+        """Where rollouts come from and how steps are made of them."""
 
-        ``dataset_path`` names a rollout file (.jsonl, .parquet, .npz); without it, steps are
-        synthetic trees.
-        """
-
+        dataset: str = ""
+        """Not used: name a file with dataset_path."""
+        dataset_path: str | None = None
+        """Rollout file (.jsonl, .parquet, .npz); without it, steps are synthetic trees."""
         planner: PlannerConfig = field(default_factory=PlannerConfig)
         """What to plan for; its dp is set to the run's replicas."""
         trajectories_per_step: int = 0
@@ -339,10 +342,8 @@ class RolloutDataLoader(BaseDataLoader):
     def _read(self) -> Rollouts:
         config = self.config
         assert config.dataset_path is not None
-        # An objective that needs advantages says so itself; fine-tuning works without.
-        required = ("token_ids", "loss_mask")
         limit = config.limit or None
-        rollouts = read_rollouts(config.dataset_path, limit=limit, required=required)
+        rollouts = read_rollouts(config.dataset_path, limit=limit, required=REQUIRED_COLUMNS)
         if config.vocabulary == "dense":
             rollouts = dense_vocabulary(rollouts, self.vocab_size)
         self._check(rollouts)
@@ -363,7 +364,6 @@ class RolloutDataLoader(BaseDataLoader):
             self._check(rollouts)
             return rollouts, (epoch + 1, 0)
         if epoch >= self.config.epochs:
-            logger.info(f"{self.rollouts.source}: all {self.config.epochs} epochs are done")
             return None
         size = len(self.rollouts)
         last = min(size, first + (self.config.trajectories_per_step or size))
@@ -404,11 +404,23 @@ class RolloutDataLoader(BaseDataLoader):
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         with ThreadPoolExecutor(1, thread_name_prefix="plan") as executor:
             ahead: Future | None = None
-            while True:
+            warned = False
+            for number in count():
                 found = self._step_at(self.cursor) if ahead is None else ahead.result()
                 if found is None:
+                    logger.info(
+                        f"{self.config.dataset_path}: the rollouts end after {number} steps of "
+                        f"this run (dataloader.epochs = {self.config.epochs})"
+                    )
                     return
                 step, targets, self.cursor = found
+                if not targets.totals.targets and not warned:
+                    warned = True
+                    rollouts = targets.rollouts
+                    logger.warning(
+                        f"{rollouts.source}, rows {rollouts.row[0]} to {rollouts.row[-1]}: step "
+                        f"{number + 1} of this run has an empty loss_mask and trains on no token"
+                    )
                 if self.config.plan_ahead:
                     ahead = executor.submit(self._step_at, self.cursor)
                 yield {"input": step, "targets": targets}, step.labels

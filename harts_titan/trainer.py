@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,13 +14,14 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from harts_titan.batch import StepBatch
-from harts_titan.data import RolloutDataLoader
+from harts_titan.data import REQUIRED_COLUMNS, RolloutDataLoader
 from harts_titan.kda import DeltaAttention
 from harts_titan.loss import Objective, PolicyGradient
 from harts_titan.metrics import FlopCosts, HartsMetrics, sum_over_replicas
 from harts_titan.model import HartsModel
 from harts_titan.step import RouterConfig, run_step
 from harts_titan.window import interface_bytes
+from planner.rollouts import read_rollouts
 
 
 def build_expert_bias_update(
@@ -64,13 +66,20 @@ class HartsTrainer(Trainer):
         loss: Objective.Config = field(  # type: ignore[bad-override]
             default_factory=PolicyGradient.Config
         )
+        """The objective."""
         router: RouterConfig = field(default_factory=RouterConfig)
+        """Losses and biases of the experts' routers."""
         dataloader: RolloutDataLoader.Config = field(  # type: ignore[bad-override]
             default_factory=RolloutDataLoader.Config
         )
+        """Where rollouts come from and how steps are made of them."""
         metrics: HartsMetrics.Config = field(  # type: ignore[bad-override]
             default_factory=HartsMetrics.Config
         )
+        """What is logged, how often and where to."""
+        hf_assets_path: str = "."
+        """Folder of a Hugging Face checkpoint; read with --checkpoint.enable
+        --checkpoint.initial_load_in_hf."""
 
     config: Config  # type: ignore[bad-override]
     loss_fn: Objective  # type: ignore[bad-override]
@@ -120,10 +129,10 @@ class HartsTrainer(Trainer):
 
 
 def _check(config: HartsTrainer.Config) -> None:
-    """Refuse settings of torchtitan that have no meaning for a step of windows.
+    """Refuse, before a model is built, settings that have no meaning and files that do not read.
 
     Raises:
-        ValueError: Names the setting and the value it must have.
+        ValueError: Names the setting and the value it must have, or what is wrong with a file.
     """
     training = config.training
     wanted = {
@@ -140,6 +149,22 @@ def _check(config: HartsTrainer.Config) -> None:
     for name, (value, must) in wanted.items():
         if value != must:
             raise ValueError(f"{name} must be {must}, got {value}")
+    if config.dataloader.dataset_path:
+        read_rollouts(config.dataloader.dataset_path, limit=1, required=REQUIRED_COLUMNS)
+    _check_assets(config)
+
+
+def _check_assets(config: HartsTrainer.Config) -> None:
+    """Say so where a named checkpoint folder is missing or would not be loaded."""
+    folder, checkpoint = config.hf_assets_path, config.checkpoint
+    if not Path(folder).is_dir():
+        raise ValueError(f"hf_assets_path must be a folder, got {folder}")
+    loads = checkpoint.initial_load_in_hf or checkpoint.initial_load_path
+    if folder != "." and not (checkpoint.enable and loads):
+        logger.warning(
+            f"hf_assets_path={folder} is not loaded: the weights start random unless the run "
+            "resumes; to load it, add --checkpoint.enable --checkpoint.initial_load_in_hf"
+        )
 
 
 def with_model_facts(config: HartsTrainer.Config) -> HartsTrainer.Config:

@@ -469,7 +469,7 @@ def test_a_run_starts_from_and_ends_in_a_hugging_face_checkpoint(tmp_path):
         model.init_states()
     source, out = tmp_path / "source", tmp_path / "out"
     save_hf_checkpoint(model, source, LingStateDictAdapter, shard_bytes=2_000_000)
-    flags = ("enable", "initial_load_in_hf", "initial_load_model_only", "last_save_in_hf")
+    flags = ("enable", "initial_load_in_hf", "last_save_model_only", "last_save_in_hf")
     command = [sys.executable, "-m", "harts_titan.train", "--config", "harts_debug"]
     command += ["--training.steps", "1", "--hf_assets_path", str(source), "--dump_folder", str(out)]
     command += [f"--checkpoint.{flag}" for flag in flags]

@@ -96,6 +96,19 @@ def test_a_saved_cursor_continues_with_the_next_step(path: str, plan_ahead: bool
     steps.close()
 
 
+def test_the_end_and_a_step_without_targets_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "rollouts.jsonl"
+    rows = [{"token_ids": [1, 2], "loss_mask": [0, int(row < 2)]} for row in range(6)]
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    with caplog.at_level(logging.INFO):
+        assert len(step_tokens(make_loader(str(file), trajectories_per_step=2))) == 3
+    assert "the rollouts end after 3 steps of this run (dataloader.epochs = 1)" in caplog.text
+    assert caplog.text.count("empty loss_mask") == 1
+    assert "rows 2 to 3: step 2 of this run has an empty loss_mask" in caplog.text
+
+
 def test_replicas_share_out_every_trajectory(path: str) -> None:
     seen: list[int] = []
     targets = 0

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -168,6 +169,30 @@ def test_settings_without_meaning_are_refused(section: str, field: str, value: A
     setattr(getattr(config, section), field, value)
     with pytest.raises(ValueError, match=rf"{section}\.{field} must be .*, got {value}"):
         config.build()
+
+
+def test_files_are_looked_at_before_the_model_is_built(
+    tmp_path: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = harts_debug()
+    config.dataloader.dataset_path = str(tmp_path / "none.jsonl")
+    built = RuntimeError("the model is built")
+    monkeypatch.setattr("harts_titan.trainer.with_model_facts", Mock(side_effect=built))
+    with pytest.raises(ValueError, match=r"none\.jsonl: cannot be read"):
+        config.build()
+    config.dataloader.dataset_path = None
+    config.hf_assets_path = str(tmp_path / "none")
+    with pytest.raises(ValueError, match="hf_assets_path must be a folder"):
+        config.build()
+    config.hf_assets_path = str(tmp_path)
+    with pytest.raises(RuntimeError):
+        config.build()
+    assert "is not loaded: the weights start random" in caplog.text
+    caplog.clear()
+    config.checkpoint.enable = config.checkpoint.initial_load_in_hf = True
+    with pytest.raises(RuntimeError):
+        config.build()
+    assert not caplog.text
 
 
 def make_step(seed: int) -> tuple[Any, StepTargets]:
