@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -166,6 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         known = json.loads(options.out.read_text()) if options.out.exists() else {}
         known.update(results)
         known["about"] = {
+            "commit": _commit(),
+            "date": time.strftime("%Y-%m-%d"),
             "machine": platform.machine(),
             "processor": platform.processor() or platform.machine(),
             "python": platform.python_version(),
@@ -174,6 +177,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "seconds": "best of 3",
         }
         options.out.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+
+
+def _commit() -> str:
+    """Return the commit that was measured, where git knows it."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def test_plan_of_a_real_set(benchmark: Any) -> None:
