@@ -227,31 +227,33 @@ def test_transformers_runs_what_we_save(pair, tmp_path):
     assert (actual - expected).abs().max() / expected.abs().max() < 1e-5
 
 
+SMALL = DecoderNumbers(
+    vocab_size=16,
+    dim=8,
+    num_layers=2,
+    full_attention=(1,),
+    num_heads=2,
+    head_dim=4,
+    latent_dim=8,
+    nope_dim=4,
+    rope_dim=4,
+    value_dim=4,
+    rope_theta=1e4,
+    head_gate=True,
+    dense_layers=1,
+    dense_hidden_dim=8,
+    num_experts=4,
+    top_k=2,
+    expert_hidden_dim=8,
+    shared_hidden_dim=8,
+    norm_eps=1e-6,
+)
+
+
 def make_small(tmp_path):
     """A saved checkpoint of one file, its tensors, and its model."""
     torch.manual_seed(0)
-    numbers = DecoderNumbers(
-        vocab_size=16,
-        dim=8,
-        num_layers=2,
-        full_attention=(1,),
-        num_heads=2,
-        head_dim=4,
-        latent_dim=8,
-        nope_dim=4,
-        rope_dim=4,
-        value_dim=4,
-        rope_theta=1e4,
-        head_gate=True,
-        dense_layers=1,
-        dense_hidden_dim=8,
-        num_experts=4,
-        top_k=2,
-        expert_hidden_dim=8,
-        shared_hidden_dim=8,
-        norm_eps=1e-6,
-    )
-    model = HartsModel(decoder_config(numbers))
+    model = HartsModel(decoder_config(SMALL))
     with torch.no_grad():
         model.init_states()
     folder = tmp_path / "source"
@@ -428,28 +430,8 @@ def test_keeps_the_names_of_the_source(tmp_path):
     ],
 )
 def test_config_json_names_what_is_wrong(tmp_path, change, message):
-    numbers = DecoderNumbers(
-        vocab_size=16,
-        dim=8,
-        num_layers=2,
-        full_attention=(1,),
-        num_heads=2,
-        head_dim=4,
-        latent_dim=8,
-        nope_dim=4,
-        rope_dim=4,
-        value_dim=4,
-        rope_theta=1e4,
-        head_gate=True,
-        dense_hidden_dim=8,
-        num_experts=4,
-        top_k=2,
-        expert_hidden_dim=8,
-        shared_hidden_dim=8,
-        norm_eps=1e-6,
-    )
-    config = hf_config(numbers)
-    assert decoder_numbers(config) == numbers
+    config = hf_config(SMALL)
+    assert decoder_numbers(config) == SMALL
     with pytest.raises(ValueError, match=message):
         decoder_numbers(config | change)
 
