@@ -217,6 +217,10 @@ def test_launch_options_are_complete():
     kernels_of = [set(entry["kernels"]) for entry in entries]
     assert all(names == kernels_of[0] for names in kernels_of)
     assert {x["dtype"] for x in entries if x["capability"] is None} == {"bfloat16", "float32"}
+    for entry in entries:
+        narrowest = {"bfloat16": 64, "float32": 32}[entry["dtype"]]
+        for chosen in entry["kernels"].values():
+            assert "BK" not in chosen or min(chosen["BK"], chosen["BV"]) >= narrowest
 
 
 @pytest.mark.gpu
