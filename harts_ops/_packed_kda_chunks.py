@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from harts_ops._dtypes import compute_dtype
 from harts_ops._packed_kda_rows import (
     ChunkOrder,
     PackedKdaInputs,
     chunk_order,
-    compute_dtype,
     gather_chunks,
     output_gradients,
     padded_width,

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from harts_ops._dtypes import compute_dtype
+
 _WIDTH_MULTIPLE = 8  # narrower rows misalign matrices, and then MKL's bmm depends on the batch
 _NORM_EPSILON = 1e-6
 _CONTIGUOUS = torch.contiguous_format
@@ -49,11 +51,6 @@ class PackedKdaInputs(NamedTuple):
     use_beta_sigmoid: bool
     scale: float
     chunk_size: int
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of states and accumulation: fp32, or fp64 for fp64 inputs."""
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 class Round(NamedTuple):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from harts_ops._dtypes import compute_dtype
 from harts_ops._transforms import refuse_tangents
 
 NO_TARGET = -100
@@ -163,7 +164,7 @@ def compact_logprob_op(
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Label logit ``[S]`` (less the row's lse if ``normalize``), lse and entropy ``[C]``."""
-    dtype = _compute_dtype(hidden)
+    dtype = compute_dtype(hidden)
     rows_MD = hidden if target_row is None else hidden.index_select(0, target_row)
     weight_VD = weight.to(dtype)
     lse_M = hidden.new_empty(rows_MD.shape[0], dtype=dtype)
@@ -194,7 +195,7 @@ def compact_logprob_op(
 
 @compact_logprob_op.register_fake
 def _(hidden, weight, row, label, target_row, vocab_start, temperature, softcap, normalize):
-    label_logit = hidden.new_empty(label.shape, dtype=_compute_dtype(hidden))
+    label_logit = hidden.new_empty(label.shape, dtype=compute_dtype(hidden))
     lse = label_logit.new_empty(hidden.shape[:1])
     return label_logit, lse, torch.empty_like(lse)
 
@@ -413,7 +414,7 @@ def _logits(
 def _reference_logits(
     rows: Tensor, weight: Tensor, temperature: float, softcap: float | None
 ) -> Tensor:
-    logits = (rows @ weight.T).to(_compute_dtype(rows))
+    logits = (rows @ weight.T).to(compute_dtype(rows))
     if softcap is not None:
         logits = softcap * (logits / softcap).tanh()
     return logits / temperature
@@ -424,7 +425,3 @@ def _computed(hidden: Tensor, target_row: Tensor | None) -> Tensor:
     if target_row is None:
         return hidden.new_ones(hidden.shape[0])
     return hidden.new_zeros(hidden.shape[0]).index_fill(0, target_row, 1)
-
-
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

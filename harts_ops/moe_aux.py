@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from harts_ops._dtypes import compute_dtype
 from harts_ops._transforms import refuse_tangents
 
 WEIGHTED_MOE_AUX_PLAN = (
@@ -110,7 +111,7 @@ def weighted_moe_aux_reference(
     balance_counts: Tensor | None = None,
 ) -> MoeAux:
     """The meaning of `weighted_moe_aux`: paths walked one by one, ordinary autograd."""
-    logits = logits.to(_compute_dtype(logits))
+    logits = logits.to(compute_dtype(logits))
     num_experts, k = logits.shape[1], expert_index.shape[1]
     p_CE = logits.softmax(-1)
     if score == "sigmoid":
@@ -168,7 +169,7 @@ def weighted_moe_aux_op(
         pull_G.index_add_(0, trajectory_span, scale / trajectory_length.double() ** 2)
         path_GE = _path_sums(counts_GE[:-1], span_end)
         slope = _subtree_sums(pull_G[:, None] * path_GE, span_end)
-    slope = slope.to(_compute_dtype(logits))
+    slope = slope.to(compute_dtype(logits))
     lse_C, p_CE, _ = _row_terms(logits, score)
     z_sum = (multiplicity * lse_C**2).sum()
     prob_sum = (multiplicity[:, None] * p_CE).sum(0)
@@ -178,7 +179,7 @@ def weighted_moe_aux_op(
 
 @weighted_moe_aux_op.register_fake
 def _(logits, expert_index, multiplicity, score, span_ptr, span_end, *args):
-    z_sum = logits.new_empty((), dtype=_compute_dtype(logits))
+    z_sum = logits.new_empty((), dtype=compute_dtype(logits))
     counts = multiplicity.new_empty(logits.shape[1])
     slope_rows = 1 if span_end is None else span_end.shape[0]
     return (
@@ -332,7 +333,7 @@ def _subtree_sums(values: Tensor, span_end: Tensor) -> Tensor:
 
 def _row_terms(logits: Tensor, score: str) -> tuple[Tensor, Tensor, Tensor | float]:
     """Log-sum-exp and probabilities of each row, and the slope of the score's logarithm."""
-    logits = logits.to(_compute_dtype(logits))
+    logits = logits.to(compute_dtype(logits))
     if score == "softmax":
         return logits.logsumexp(-1), logits.softmax(-1), 1.0
     # s / sum(s) is the softmax of log s, which cannot become 0 / 0.
@@ -344,7 +345,3 @@ def _row_slope(slope: Tensor, multiplicity: Tensor, span_ptr: Tensor | None) -> 
     if span_ptr is None:
         return multiplicity[:, None] * slope
     return F.pad(slope, (0, 0, 0, 1))[_row_span(span_ptr, multiplicity.shape[0])]
-
-
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

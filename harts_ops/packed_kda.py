@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from harts_ops import _packed_kda_chunks
+from harts_ops._dtypes import compute_dtype
 from harts_ops._packed_kda_checks import (
     PACKED_KDA_PLAN,
     check_devices,
@@ -21,7 +22,7 @@ from harts_ops._packed_kda_checks import (
     check_rows,
     require_shape,
 )
-from harts_ops._packed_kda_rows import PackedKdaInputs, compute_dtype
+from harts_ops._packed_kda_rows import PackedKdaInputs
 from harts_ops._transforms import refuse_tangents
 
 __all__ = ["PACKED_KDA_PLAN", "packed_kda", "packed_kda_reference"]

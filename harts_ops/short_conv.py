@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from harts_ops._dtypes import compute_dtype
 from harts_ops._transforms import refuse_tangents
 
 TREE_SHORT_CONV_PLAN = ("conv_cu_seqlens", "tap_row", "tap_reader_ptr", "tap_reader")
@@ -77,7 +78,7 @@ def tree_short_conv_reference(
     **_: object,
 ) -> Tensor:
     """The meaning of `tree_short_conv`: chain by chain, its taps in front, ordinary autograd."""
-    dtype = _compute_dtype(x)
+    dtype = compute_dtype(x)
     zero = x.new_zeros(1, x.shape[1])
     readable_AD = torch.cat([x, zero] if halo is None else [x, halo, zero]).to(dtype)
     chains = [readable_AD[:0] * weight.to(dtype)[:, 0]]
@@ -133,7 +134,7 @@ def tree_short_conv_backward_op(
     grad_y, x, weight, halo, bias, conv_cu_seqlens, tap_row, tap_reader_ptr, tap_reader, silu
 ):
     """Gradients of ``x``, ``weight``, ``halo`` and ``bias``; empty where there is no such input."""
-    dtype = _compute_dtype(x)
+    dtype = compute_dtype(x)
     pre, inside = _preactivation(x, weight, halo, bias, conv_cu_seqlens, tap_row)
     grad = grad_y.to(dtype)
     if silu:
@@ -241,7 +242,7 @@ def _taps(
             f"of {x.shape[0]} own rows and {0 if halo is None else halo.shape[0]} halo rows"
         )
     zero = x.new_zeros(1, x.shape[1])
-    readable_AD = torch.cat([x, zero] if halo is None else [x, halo, zero]).to(_compute_dtype(x))
+    readable_AD = torch.cat([x, zero] if halo is None else [x, halo, zero]).to(compute_dtype(x))
     taps = tap_row.shape[1]
     row, chain, offset = _position_in_chain(x.shape[0], conv_cu_seqlens)
     sources = []
@@ -345,7 +346,3 @@ def _check_plan(
         raise ValueError(f"need an int32 plan, got {', '.join(str(y.dtype) for y in plan)}")
     if any(y.device != x.device for y in plan):
         raise ValueError(f"need the plan on {x.device}, got {[str(y.device) for y in plan]}")
-
-
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

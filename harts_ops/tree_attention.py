@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from harts_ops._dtypes import compute_dtype
 from harts_ops._transforms import refuse_tangents
 from harts_ops._tree_attention_plan import (
     DEFAULT_BLOCKS,
@@ -118,7 +119,7 @@ def tree_attention_reference(
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    score = torch.einsum("rhk,chk->hrc", q, k).to(_compute_dtype(q)) * scale
+    score = torch.einsum("rhk,chk->hrc", q, k).to(compute_dtype(q)) * scale
     score = score.masked_fill(~visible_RC, -torch.inf)
     out = torch.einsum("hrc,chv->rhv", score.softmax(-1).to(v.dtype), v)
     return (out, score.logsumexp(-1).T) if return_lse else out
@@ -194,7 +195,7 @@ def tree_attention_op(q, k, v, *plan):
     """Attention output ``[R, H, V]`` and log-sum-exp ``[R, H]``, one query block at a time."""
     groups = k.shape[1]
     out = v.new_zeros(*q.shape[:2], v.shape[2])
-    lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=_compute_dtype(q)).T
+    lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=compute_dtype(q)).T
     scale = plan[-2]
     for own, seen, hidden_QN in _query_blocks(*plan):
         score = _scores(_by_group(q[own], groups), _by_head(k[seen]), hidden_QN, scale)
@@ -210,7 +211,7 @@ def tree_attention_op(q, k, v, *plan):
 @tree_attention_op.register_fake
 def _(q, k, v, *plan):
     rows, heads, _ = q.shape
-    lse = q.new_empty((heads, rows), dtype=_compute_dtype(q))
+    lse = q.new_empty((heads, rows), dtype=compute_dtype(q))
     return v.new_empty(rows, heads, v.shape[2]), lse.T
 
 
@@ -304,7 +305,7 @@ def _(q, latent, k_rope, kv_up_weight, *plan):
     rows, heads, width = q.shape
     value_width = kv_up_weight.shape[0] // heads - (width - k_rope.shape[1])
     out = q.new_empty(rows, heads, value_width)
-    return out, q.new_empty((heads, rows), dtype=_compute_dtype(q)).T
+    return out, q.new_empty((heads, rows), dtype=compute_dtype(q)).T
 
 
 def _save_mla_for_backward(ctx, inputs, output):
@@ -432,19 +433,15 @@ def _scores(query: Tensor, key: Tensor, hidden_QN: Tensor, scale: float) -> Tens
 
 def _by_head(x: Tensor) -> Tensor:
     """``[N, Hkv, W]`` to ``[Hkv, N, W]`` in the compute dtype."""
-    return x.transpose(0, 1).to(_compute_dtype(x))
+    return x.transpose(0, 1).to(compute_dtype(x))
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
     """``[Q, H, W]`` to ``[Hkv, G * Q, W]`` in the compute dtype."""
     x = x.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
-    return x.flatten(1, 2).to(_compute_dtype(x))
+    return x.flatten(1, 2).to(compute_dtype(x))
 
 
 def _by_row(x: Tensor, heads: int) -> Tensor:
     """``[Hkv, G * Q, W]`` back to ``[Q, H, W]``."""
     return x.unflatten(1, (heads // x.shape[0], -1)).permute(2, 0, 1, 3).flatten(1, 2)
-
-
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
