@@ -155,7 +155,11 @@ def block_plan(
         attention_blocks: Block sizes of the attention block lists (q and kv forward, q and kv
             backward); the model's configuration names its own.
     """
-    arrays = _pad_sizes(layout.arrays(attention_blocks=attention_blocks))
+    return _block_plan(layout.arrays(attention_blocks=attention_blocks))
+
+
+def _block_plan(arrays: dict[str, Any]) -> BlockPlan:
+    arrays = _pad_sizes(arrays)
     values: dict[str, Any] = {}
     for field in fields(BlockPlan):
         value = arrays[field.name]
@@ -256,14 +260,13 @@ def _microbatch(
     trajectories: np.ndarray,
     attention_blocks: tuple[int, int, int, int],
 ) -> MicrobatchInput:
-    plan = block_plan(layout, attention_blocks=attention_blocks)
     arrays = layout.arrays(attention_blocks=attention_blocks)
     target = np.flatnonzero(labels != IGNORE_INDEX)
     rows, target_row = np.unique(layout.row[target], return_inverse=True)
     source = np.asarray(arrays["complete_source"])[rows]
     own_token = np.asarray(arrays["token"])[np.asarray(arrays["q_row"])]
     return MicrobatchInput(
-        plan=plan,
+        plan=_block_plan(arrays),
         token=torch.from_numpy(own_token.astype(np.int64)),
         target_source=torch.from_numpy(_pad(source.astype(np.int32), 0)),
         target_row=torch.from_numpy(_pad(target_row.astype(np.int64), 0)),
