@@ -180,14 +180,19 @@ class HybridStateDictAdapter(MoEStateDictAdapter):
         assert moe is not None
         return [name.replace(EXPERT, str(expert)) for expert in range(moe.experts.num_experts)]
 
-    def tensor_bytes(self, state_dict: dict[str, Any]) -> dict[str, int]:
+    def tensor_bytes(
+        self, state_dict: dict[str, Any], hf_state_dict: dict[str, Any]
+    ) -> dict[str, int]:
         """Return the bytes of each saved tensor, those of other processes' experts included."""
         sizes: dict[str, int] = {}
         for native, value in state_dict.items():
             keys = self._expand(native, self._names[native])
             sizes |= dict.fromkeys(keys, value.numel() * value.element_size() // len(keys))
-        carried = self._read_carried() if len(state_dict) == len(self._names) else {}
-        return sizes | {name: x.numel() * x.element_size() for name, x in carried.items()}
+        for name in self._carried:
+            if name in hf_state_dict:
+                tensor = hf_state_dict[name]
+                sizes[name] = tensor.numel() * tensor.element_size()
+        return sizes
 
     def _to_shape(self, native: str, tensor: Tensor) -> Tensor:
         """Return a view in the shape of the checkpoint."""
@@ -462,7 +467,7 @@ def save_hf_checkpoint(
     state = model.state_dict()
     tensors = names.to_hf(state)
     shard, size, shards = 1, 0, {}
-    for name, num_bytes in names.tensor_bytes(state).items():
+    for name, num_bytes in names.tensor_bytes(state, tensors).items():
         if size and size + num_bytes > shard_bytes:
             shard, size = shard + 1, 0
         size += num_bytes
