@@ -10,7 +10,6 @@ prepared outside the timing; its first use measures many configurations, which t
 
 import argparse
 import datetime
-import importlib
 import json
 import os
 import statistics
@@ -347,7 +346,6 @@ def main() -> None:
     os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
     if options.fla_configs:
         keep_few_configurations(options.fla_configs)
-    importlib.import_module("harts_ops.packed_kda").CUDA_IS_VERIFIED = True
     kernels = bench_kernels()
     rounds = bench_rounds()
     layouts = {name: bench_layout(layout) for name, layout in tree_layouts(ROWS).items()}

@@ -189,7 +189,6 @@ def run(fn, inputs, plan, **options):
     outputs = fn(**inputs, **plan, **options)
     rng = torch.Generator().manual_seed(1)
     loss = sum(
-        (x * torch.randn(x.shape, generator=rng, dtype=torch.double).to(x.dtype)).sum()
-        for x in outputs
+        (x * torch.randn(x.shape, generator=rng, dtype=torch.double).to(x)).sum() for x in outputs
     )
     return *(x.detach() for x in outputs), *torch.autograd.grad(loss, list(inputs.values()))
