@@ -76,7 +76,7 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         weight: One matrix per group ``[E, F, D]``.
         offsets: End of each group, int32 ``[E]``, ascending.
     Returns:
-        ``[N, F]``; rows after the last group are 0.
+        ``[N, F]``; rows after the last group are not defined.
     """
     out = x.new_zeros(x.shape[0], weight.shape[1])
     start = 0
@@ -94,14 +94,14 @@ def _(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 @grouped_linear.register_kernel("cuda")
 def _(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    return _zero_tail(_grouped_mm(x, weight.transpose(-2, -1), offsets), offsets)
+    return _grouped_mm(x, weight.transpose(-2, -1), offsets)
 
 
 @torch.library.custom_op("harts_titan::grouped_linear_backward", mutates_args=())
 def grouped_linear_backward(
     grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``grouped_linear`` in ``x`` and ``weight``."""
+    """Return the gradients in ``x``, not defined after the last group, and in ``weight``."""
     grad_x = torch.zeros_like(x)
     grad_weight = torch.zeros_like(weight)
     start = 0
@@ -121,20 +121,13 @@ def _(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor) -> tuple[Tensor,
 @grouped_linear_backward.register_kernel("cuda")
 def _(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     grad = grad.contiguous()
-    grad_x = _zero_tail(_grouped_mm(grad, weight, offsets), offsets)
-    return grad_x, _grouped_mm(grad.transpose(0, 1), x, offsets)
+    return _grouped_mm(grad, weight, offsets), _grouped_mm(grad.transpose(0, 1), x, offsets)
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     if a.dtype == torch.float64:
         raise ValueError("experts on a GPU need bfloat16, float16 or float32, got float64")
     return F.grouped_mm(a, b, offs=offsets)
-
-
-def _zero_tail(rows: Tensor, offsets: Tensor) -> Tensor:
-    """Zero the rows that no group computes: padding rows hold no finite values otherwise."""
-    index = torch.arange(rows.shape[0], device=rows.device)
-    return rows.masked_fill_((index >= offsets[-1]).unsqueeze(-1), 0)
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
@@ -166,8 +159,85 @@ def _(grad_shape, x_shape, weight_shape, *args, **kwargs) -> int:
     return 4 * x_shape[0] * weight_shape[1] * weight_shape[2]
 
 
+class Routes(NamedTuple):
+    """Where rows go: the entries (row, choice of the row) sorted by expert, padding rows last."""
+
+    entry_N: Tensor  # int64, row * K + choice
+    position_RK: Tensor  # int64, where each entry stands in the sorted order
+    valid_R1: Tensor  # bool, false at padding rows
+    offsets_E: Tensor  # int32, end of each expert's entries
+
+    @classmethod
+    def of(cls, index_RK: Tensor, valid_R: Tensor, num_experts: int) -> "Routes":
+        """Sort the entries of real rows by expert; equal experts stay in row order."""
+        # Padding rows sort behind the last expert's end, so that no expert sees them.
+        expert_RK = torch.where(valid_R.unsqueeze(-1), index_RK, num_experts)
+        # A radix sort takes time for each bit of its keys.
+        expert_N = expert_RK.flatten().to(torch.int16)
+        sorted_N, entry_N = torch.sort(expert_N, stable=True)
+        experts_E = torch.arange(num_experts, dtype=torch.int16, device=index_RK.device)
+        offsets_E = torch.searchsorted(sorted_N, experts_E, right=True, out_int32=True)
+        counted_N = torch.arange(entry_N.shape[0], device=entry_N.device)
+        position_N = torch.empty_like(entry_N).scatter(0, entry_N, counted_N)
+        return cls(entry_N, position_N.view_as(index_RK), valid_R.unsqueeze(-1), offsets_E)
+
+
+def _to_experts(rows_RD: Tensor, entry_N: Tensor, position_RK: Tensor) -> Tensor:
+    return rows_RD.index_select(0, entry_N // position_RK.shape[1])
+
+
+def _to_rows(x_ND: Tensor, position_RK: Tensor, valid_R1: Tensor) -> Tensor:
+    rows_RD = x_ND.index_select(0, position_RK.flatten()).unflatten(0, position_RK.shape).sum(1)
+    return torch.where(valid_R1, rows_RD, 0)
+
+
+# Gathers only, forward and backward: each one's gradient is the other. A derived gradient would
+# scatter, many times slower and, with atomic additions, in no fixed order.
+
+
+class _Dispatch(torch.autograd.Function):
+    """Copies ``[N, D]`` of rows ``[R, D]``, sorted by expert."""
+
+    @staticmethod
+    def forward(ctx, rows_RD, entry_N, position_RK, valid_R1):
+        ctx.save_for_backward(position_RK, valid_R1)
+        return _to_experts(rows_RD, entry_N, position_RK)
+
+    @staticmethod
+    def backward(ctx, grad_ND):
+        return _to_rows(grad_ND, *ctx.saved_tensors), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Sums ``[R, D]`` over the entries of each row; 0 for padding rows."""
+
+    @staticmethod
+    def forward(ctx, x_ND, entry_N, position_RK, valid_R1):
+        ctx.save_for_backward(entry_N, position_RK)
+        return _to_rows(x_ND, position_RK, valid_R1)
+
+    @staticmethod
+    def backward(ctx, grad_RD):
+        return _to_experts(grad_RD, *ctx.saved_tensors), None, None, None
+
+
+class _SortEntries(torch.autograd.Function):
+    """One number per entry ``[R, K]``, sorted by expert ``[N]``."""
+
+    @staticmethod
+    def forward(ctx, x_RK, entry_N, position_RK, valid_R1):
+        ctx.save_for_backward(position_RK, valid_R1)
+        return x_RK.flatten().index_select(0, entry_N)
+
+    @staticmethod
+    def backward(ctx, grad_N):
+        position_RK, valid_R1 = ctx.saved_tensors
+        grad_RK = grad_N.index_select(0, position_RK.flatten()).view_as(position_RK)
+        return torch.where(valid_R1, grad_RK, 0), None, None, None
+
+
 class GroupedExperts(Module):
-    """All experts of a layer: one stacked tensor per projection, one grouped GEMM each."""
+    """All experts of a layer: one stacked tensor per projection."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -191,8 +261,9 @@ class GroupedExperts(Module):
 
     def forward(self, rows_ND: Tensor, scale_N: Tensor, offsets_E: Tensor) -> Tensor:
         """Return each row's expert output times its scale; rows are sorted by expert."""
-        gate_NF = grouped_linear(rows_ND, self.gate_proj, offsets_E)
-        up_NF = grouped_linear(rows_ND, self.up_proj, offsets_E)
+        # One wider GEMM: as fast as the copy of the weights is cheap, and one gradient of rows.
+        weight_EFD = torch.cat([self.gate_proj, self.up_proj], dim=1)
+        gate_NF, up_NF = grouped_linear(rows_ND, weight_EFD, offsets_E).chunk(2, dim=-1)
         hidden_NF = swiglu(gate_NF, up_NF, self.limit) * scale_N.unsqueeze(-1)
         return grouped_linear(hidden_NF.to(rows_ND.dtype), self.down_proj, offsets_E)
 
@@ -344,20 +415,8 @@ class MoE(Module):
         self, hidden_RD: Tensor, index_RK: Tensor, weight_RK: Tensor, valid_R: Tensor
     ) -> Tensor:
         """Dispatch rows to their experts, without dropping any, and add the outputs up."""
-        num_experts, top_k = self.num_experts, self.top_k
-        # Padding rows sort behind the last expert's end, so that no expert sees them.
-        expert_N = torch.where(valid_R.unsqueeze(-1), index_RK, num_experts).flatten()
-        sorted_N, order_N = torch.sort(expert_N, stable=True)
-        experts_E = torch.arange(num_experts, device=hidden_RD.device)
-        offsets_E = torch.searchsorted(sorted_N, experts_E, right=True, out_int32=True)
-        # Copies before the gather: its gradient then adds up a row's experts in fixed order.
-        copies_ND = hidden_RD.unsqueeze(1).expand(-1, top_k, -1).flatten(0, 1)
+        *routes, offsets_E = Routes.of(index_RK, valid_R, self.num_experts)
         out_ND = self.experts(
-            copies_ND.index_select(0, order_N),
-            weight_RK.flatten().index_select(0, order_N),
-            offsets_E,
+            _Dispatch.apply(hidden_RD, *routes), _SortEntries.apply(weight_RK, *routes), offsets_E
         )
-        position_N = torch.empty_like(order_N).scatter(
-            0, order_N, torch.arange(order_N.shape[0], device=order_N.device)
-        )
-        return out_ND.index_select(0, position_N).unflatten(0, (-1, top_k)).sum(1)
+        return _Combine.apply(out_ND, *routes)
