@@ -29,14 +29,8 @@ class KDAInterface(NamedTuple):
 
     def take_rows(self, index: Tensor, dtype: torch.dtype) -> "KDAInterface":
         """Return the rows of ``index`` in ``dtype``; states stay as they are."""
-        return KDAInterface(
-            self.taps.index_select(0, index).to(dtype),
-            self.key.index_select(0, index).to(dtype),
-            self.value.index_select(0, index).to(dtype),
-            self.gate.index_select(0, index).to(dtype),
-            self.beta.index_select(0, index).to(dtype),
-            self.states,
-        )
+        *rows, states = self
+        return KDAInterface(*(x.index_select(0, index).to(dtype) for x in rows), states)
 
 
 class LowRankLinear(Module):
@@ -98,20 +92,29 @@ class ShortConv(Module):
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, plan: BlockPlan, halo: Tensor
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return the three convolved parts, and their input side by side ``[R, channels]``."""
-        taps = torch.cat([query, key, value], dim=-1)
-        out = tree_short_conv(
-            taps,
-            torch.cat([self.query, self.key, self.value]),
-            halo=halo,
-            activation="silu",
-            conv_cu_seqlens=plan.conv_cu_seqlens,
-            tap_row=plan.tap_row,
-            tap_reader_ptr=plan.tap_reader_ptr,
-            tap_reader=plan.tap_reader,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the three convolved parts; ``halo`` has the channels of all three."""
+        parts = (query, key, value)
+        # Channels are independent: three calls, and no copy of the three side by side.
+        query, key, value = (
+            tree_short_conv(
+                part,
+                weight,
+                halo=taps,
+                activation="silu",
+                conv_cu_seqlens=plan.conv_cu_seqlens,
+                tap_row=plan.tap_row,
+                tap_reader_ptr=plan.tap_reader_ptr,
+                tap_reader=plan.tap_reader,
+            )
+            for part, weight, taps in zip(
+                parts,
+                (self.query, self.key, self.value),
+                halo.split([part.shape[-1] for part in parts], dim=-1),
+                strict=True,
+            )
         )
-        return out.split([query.shape[-1], key.shape[-1], value.shape[-1]], dim=-1), taps
+        return query, key, value
 
 
 class GatedRMSNorm(Module):
@@ -199,13 +202,8 @@ class DeltaAttention(Module):
         """Return the layer's output ``[R, D]`` and what consumers need."""
         config = self.config
         halo = interface.take_rows(plan.halo_index, hidden_RD.dtype)
-        (query, key, value), taps = self.short_conv(
-            self.q_proj(hidden_RD),
-            self.k_proj(hidden_RD),
-            self.v_proj(hidden_RD),
-            plan,
-            halo.taps,
-        )
+        projected = [self.q_proj(hidden_RD), self.k_proj(hidden_RD), self.v_proj(hidden_RD)]
+        query, key, value = self.short_conv(*projected, plan, halo.taps)
         query, key, gate = (
             x.unflatten(-1, (-1, config.key_dim)) for x in (query, key, self.decay_proj(hidden_RD))
         )
@@ -214,8 +212,10 @@ class DeltaAttention(Module):
         out, states = self._recurrence(query, key, value, gate, beta, plan, halo)
         gate_out = self.gate_proj(hidden_RD).unflatten(-1, (-1, config.value_dim))
         hidden_RD = self.o_proj(self.norm(out, gate_out).flatten(-2))
-        produced = KDAInterface(taps, key, value, gate, beta, states)
-        return hidden_RD, produced.take_rows(plan.export_halo, hidden_RD.dtype)
+        index, dtype = plan.export_halo, hidden_RD.dtype
+        taps = torch.cat([x.index_select(0, index) for x in projected], dim=-1).to(dtype)
+        rows = [x.index_select(0, index).to(dtype) for x in (key, value, gate, beta)]
+        return hidden_RD, KDAInterface(taps, *rows, states)
 
     def _recurrence(
         self,
