@@ -168,10 +168,70 @@ def _block_plan(arrays: dict[str, Any]) -> BlockPlan:
     return BlockPlan(**values)
 
 
+def _gather_or_zero(x: Tensor, index: Tensor) -> Tensor:
+    """Return the rows of ``index``, 0 where it is negative."""
+    found = index.view(-1, *[1] * (x.ndim - 1)) >= 0
+    return torch.where(found, x.index_select(0, index.clamp(min=0)), 0)
+
+
+def _first_places(index: Tensor, rows: int) -> Tensor:
+    """Return where each of ``rows`` numbers first stands in ``index``, -1 for nowhere."""
+    place = torch.arange(index.shape[0], device=index.device)
+    empty = place.new_full((rows,), index.shape[0])
+    first = empty.scatter_reduce(0, index.long(), place, "amin")
+    return torch.where(first < index.shape[0], first, -1)
+
+
+# Gathers whose gradients are gathers. A derived gradient would write zeros everywhere and add into
+# them, in every layer, even where nobody uses the result.
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, index):
+        ctx.save_for_backward(index)
+        ctx.rows = x.shape[0]
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (index,) = ctx.saved_tensors
+        return _gather_or_zero(grad, _first_places(index, ctx.rows)), None
+
+
+class _RestoreRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, own, cached, complete_source, cached_producer_row, own_complete):
+        ctx.save_for_backward(complete_source, cached_producer_row, own_complete)
+        ctx.cached_rows = cached.shape[0]
+        rows = cached.index_select(0, cached_producer_row)
+        return torch.cat([own, rows]).index_select(0, complete_source)
+
+    @staticmethod
+    def backward(ctx, grad):
+        complete_source, cached_producer_row, own_complete = ctx.saved_tensors
+        own, cached = own_complete.shape[0], cached_producer_row.shape[0]
+        complete = _first_places(complete_source, own + cached)[own:]
+        place = _first_places(cached_producer_row, ctx.cached_rows)
+        complete = torch.where(place >= 0, complete.index_select(0, place.clamp(min=0)), -1)
+        grads = _gather_or_zero(grad, own_complete), _gather_or_zero(grad, complete)
+        return *grads, None, None, None
+
+
+def take_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Return the rows of ``index``.
+
+    Entries are distinct but for padding at the end, whose rows must receive no gradient.
+    """
+    return _TakeRows.apply(x, index)
+
+
 def restore_rows(own: Tensor, cached: Tensor, plan: BlockPlan) -> Tensor:
     """Return the complete rows ``[C, ...]`` from own rows and a producer's rows."""
-    cached_rows = cached.index_select(0, plan.cached_producer_row).to(own.dtype)
-    return torch.cat([own, cached_rows]).index_select(0, plan.complete_source)
+    own_complete = torch.where(plan.row_packed >= 0, plan.q_row, -1)
+    return _RestoreRows.apply(
+        own, cached.to(own.dtype), plan.complete_source, plan.cached_producer_row, own_complete
+    )
 
 
 def position_labels(

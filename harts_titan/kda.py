@@ -12,7 +12,7 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.module import Module
 
 from harts_ops import packed_kda, tree_short_conv
-from harts_titan.batch import BlockPlan
+from harts_titan.batch import BlockPlan, take_rows
 
 GateForm = Literal["lower_bound", "softplus"]
 
@@ -30,7 +30,7 @@ class KDAInterface(NamedTuple):
     def take_rows(self, index: Tensor, dtype: torch.dtype) -> "KDAInterface":
         """Return the rows of ``index`` in ``dtype``; states stay as they are."""
         *rows, states = self
-        return KDAInterface(*(x.index_select(0, index).to(dtype) for x in rows), states)
+        return KDAInterface(*(take_rows(x, index).to(dtype) for x in rows), states)
 
 
 class LowRankLinear(Module):
@@ -213,8 +213,8 @@ class DeltaAttention(Module):
         gate_out = self.gate_proj(hidden_RD).unflatten(-1, (-1, config.value_dim))
         hidden_RD = self.o_proj(self.norm(out, gate_out).flatten(-2))
         index, dtype = plan.export_halo, hidden_RD.dtype
-        taps = torch.cat([x.index_select(0, index) for x in projected], dim=-1).to(dtype)
-        rows = [x.index_select(0, index).to(dtype) for x in (key, value, gate, beta)]
+        taps = torch.cat([take_rows(x, index) for x in projected], dim=-1).to(dtype)
+        rows = [take_rows(x, index).to(dtype) for x in (key, value, gate, beta)]
         return hidden_RD, KDAInterface(taps, *rows, states)
 
     def _recurrence(

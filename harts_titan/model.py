@@ -21,7 +21,7 @@ from harts_titan.attention import (
     LatentAttention,
     MLAInterface,
 )
-from harts_titan.batch import BlockPlan, MicrobatchInput
+from harts_titan.batch import BlockPlan, MicrobatchInput, take_rows
 from harts_titan.kda import DeltaAttention, KDAInterface
 from harts_titan.moe import FeedForward, LayerStatistics, MoE, MoEInterface
 
@@ -267,8 +267,8 @@ class HartsModel(BaseModel):
 
 def _target_rows(own: Tensor, cached: Tensor, inputs: MicrobatchInput) -> Tensor:
     """Return the final hidden states ``[M, D]`` of the rows that have a target."""
-    cached_rows = cached.index_select(0, inputs.plan.cached_producer_row).to(own.dtype)
-    return torch.cat([own, cached_rows]).index_select(0, inputs.target_source)
+    cached_rows = take_rows(cached, inputs.plan.cached_producer_row).to(own.dtype)
+    return take_rows(torch.cat([own, cached_rows]), inputs.target_source)
 
 
 def _add_up(layers: list[LayerStatistics]) -> ModelStatistics | None:
