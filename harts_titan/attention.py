@@ -2,6 +2,7 @@
 
 # Shape letters: R own rows, C complete rows, D model dimension, H heads, J key-value heads.
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -11,10 +12,11 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.protocols.module import Module
 
-from harts_ops import tree_attention, tree_mla
+from harts_ops import preferred_attention_blocks, tree_attention, tree_mla
 from harts_titan.batch import BlockPlan, restore_rows
 
 AttentionBlocks = tuple[int, int, int, int]
+DEFAULT_BLOCKS: AttentionBlocks = (128, 128, 128, 128)
 OutputGate = Literal["none", "head", "element"]
 
 
@@ -79,17 +81,23 @@ class _FullAttention(Module):
         """Sigmoid output gate: one output per head, or one per value element; None for none."""
         rope: RotaryEmbedding.Config | None = None
         """None: no position embedding."""
-        attention_blocks: AttentionBlocks = (128, 128, 128, 128)
-        """Block sizes of the block lists: queries and keys forward, then backward."""
+        attention_blocks: AttentionBlocks | None = None
+        """Block sizes of the block lists: queries and keys forward, then backward. None: what
+        ``choose_attention_blocks`` finds, else 128 each."""
         backend: str = "auto"
         """Backend of the attention op on a GPU: auto, fa4 or triton."""
+
+        @property
+        def widths(self) -> tuple[int, int]:
+            """Width of a head's queries and keys, and of its values."""
+            raise NotImplementedError
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.o_proj = config.o_proj.build()
         self.gate_proj = None if config.gate_proj is None else config.gate_proj.build()
         self.rope = None if config.rope is None else config.rope.build()
-        self.attention_blocks = config.attention_blocks
+        self.attention_blocks = config.attention_blocks or DEFAULT_BLOCKS
         self.backend = config.backend
 
     def _mask(self, plan: BlockPlan) -> dict[str, Any]:
@@ -140,6 +148,10 @@ class LatentAttention(_FullAttention):
         kv_up_proj: Linear.Config
         recompute_kv: bool = False
         """Recompute expanded keys and values in the backward pass instead of keeping them."""
+
+        @property
+        def widths(self) -> tuple[int, int]:
+            return self.nope_dim + self.rope_dim, self.value_dim
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -208,6 +220,10 @@ class GroupedQueryAttention(_FullAttention):
         """Norm of each query head before the rotation; None for none."""
         k_norm: RMSNorm.Config | None = None
 
+        @property
+        def widths(self) -> tuple[int, int]:
+            return self.head_dim, self.head_dim
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.q_proj = config.q_proj.build()
@@ -243,3 +259,42 @@ class GroupedQueryAttention(_FullAttention):
         )
         assert isinstance(out_RHV, Tensor)
         return self._project_out(hidden_RD, out_RHV), KeyValueInterface(key, value)
+
+
+def choose_attention_blocks(
+    configs: Iterable[Any],
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    blocks: AttentionBlocks | None = None,
+) -> AttentionBlocks:
+    """Give every full-attention layer the block sizes of the run, and return them.
+
+    A microbatch has one set of block lists. So these are ``blocks``, else what a layer was
+    configured with, else what the layers' fastest backend on ``device`` needs (FlashAttention-4
+    serves no other sizes), or 128 each where the layers differ.
+
+    Args:
+        configs: Configurations of attention layers; others than full attention are passed over.
+        device: Where the layers will run.
+        dtype: Of their activations.
+        blocks: Block sizes to use; None to choose.
+
+    Raises:
+        ValueError: Layers were configured with different sizes.
+    """
+    layers = [config for config in configs if isinstance(config, _FullAttention.Config)]
+    given = {layer.attention_blocks for layer in layers if layer.attention_blocks is not None}
+    if blocks is None and len(given) > 1:
+        raise ValueError(f"need one attention_blocks for all layers, got {sorted(given)}")
+    if blocks is None and not given:
+        given = {
+            preferred_attention_blocks(
+                *layer.widths, device=device, dtype=dtype, backend=layer.backend
+            )
+            for layer in layers
+        }
+    chosen = blocks or (given.pop() if len(given) == 1 else DEFAULT_BLOCKS)
+    for layer in layers:
+        layer.attention_blocks = chosen
+    return chosen

@@ -14,6 +14,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger
 
+from harts_titan.attention import DEFAULT_BLOCKS
 from harts_titan.batch import StepBatch, step_batch
 from harts_titan.loss import Couples, TargetMetadata, Totals
 from planner import PlannerConfig, make_plan
@@ -307,8 +308,9 @@ class RolloutDataLoader(BaseDataLoader):
         couples: Couples = "none"
         """Trajectories that the planner keeps together where they fit; the trainer sets this to
         what its objective couples."""
-        attention_blocks: tuple[int, int, int, int] = (128, 128, 128, 128)
-        """Block sizes of the attention block lists; the trainer sets them to the model's."""
+        attention_blocks: tuple[int, int, int, int] | None = None
+        """Block sizes of the attention block lists: queries and keys forward, then backward. None:
+        the trainer takes those of the fastest attention backend."""
         plan_ahead: bool = True
         """Plan the next step in a thread while the current one trains."""
         synthetic: SyntheticTrees = field(default_factory=SyntheticTrees)
@@ -391,7 +393,7 @@ class RolloutDataLoader(BaseDataLoader):
             rollouts.token_ids,
             rollouts.loss_mask,
             self.replica,
-            attention_blocks=self.config.attention_blocks,
+            attention_blocks=self.config.attention_blocks or DEFAULT_BLOCKS,
             metadata=targets.metadata,
         )
         metrics = {

@@ -13,6 +13,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
+from harts_titan.attention import choose_attention_blocks
 from harts_titan.batch import StepBatch
 from harts_titan.data import REQUIRED_COLUMNS, RolloutDataLoader
 from harts_titan.kda import DeltaAttention
@@ -91,7 +92,9 @@ class HartsTrainer(Trainer):
         (model,) = self.model_parts
         assert isinstance(model, HartsModel)
         self.metrics_processor.flops = FlopCosts.of(model.config, model)
-        router, interface = config.router, self.config.dataloader.planner.interface
+        router, dataloader = config.router, self.config.dataloader
+        interface = dataloader.planner.interface
+        logger.info(f"Attention block lists of {dataloader.attention_blocks} rows")
         logger.info(
             f"A producer keeps {interface.row_bytes:,} bytes of a row and "
             f"{interface.state_bytes:,} bytes of a boundary that a consumer starts from"
@@ -175,12 +178,17 @@ def with_model_facts(config: HartsTrainer.Config) -> HartsTrainer.Config:
     """
     spec, router, planner = config.model_spec, config.router, config.dataloader.planner
     assert spec is not None and isinstance(spec.model, HartsModel.Config)
-    blocks = config.dataloader.attention_blocks
+    dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
+    blocks = choose_attention_blocks(
+        (layer.attention for layer in spec.model.layers),
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        dtype=dtype,
+        blocks=config.dataloader.attention_blocks,
+    )
     for layer in spec.model.layers:
         if layer.moe is not None:
             layer.moe.balance_scope = router.balance_scope
         if not isinstance(layer.attention, DeltaAttention.Config):
-            blocks = layer.attention.attention_blocks
             continue
         facts = {
             "chunk_size": layer.attention.chunk_size,
@@ -193,7 +201,6 @@ def with_model_facts(config: HartsTrainer.Config) -> HartsTrainer.Config:
                     f"dataloader.planner.{name} must be the model's {value}, got {got}"
                 )
     with torch.device("meta"):
-        dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
         row_bytes, state_bytes = interface_bytes(spec.model.build(), dtype)
     interface = replace(planner.interface, row_bytes=row_bytes, state_bytes=max(1, state_bytes))
     hook = partial(

@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.distributed.activation_checkpoint import FullAC
 
-from harts_titan import config_registry, decoder_config
+from harts_titan import attention, config_registry, decoder_config
 from harts_titan.batch import step_batch
 from harts_titan.config_registry import harts_debug
 from harts_titan.data import StepTargets
@@ -146,6 +146,32 @@ def test_every_run_of_the_registry_is_complete(name: str) -> None:
     assert config.dataloader.attention_blocks == (128, 128, 128, 128)
     hidden_bytes = spec.model.tok_embeddings.embedding_dim * (4 if "debug" in name else 2)
     assert planner.interface.row_bytes > hidden_bytes
+
+
+def test_attention_blocks_are_those_of_the_fastest_backend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def preferred(width: int, value_width: int, **where: Any) -> tuple[int, int, int, int]:
+        asked.append((width, value_width, where["dtype"], where["backend"]))
+        return 128, 128, 64, 96
+
+    monkeypatch.setattr(attention, "preferred_attention_blocks", preferred)
+    config = with_model_facts(config_registry.ling3_tiny())
+    assert config.dataloader.attention_blocks == (128, 128, 64, 96)
+    assert set(asked) == {(192, 128, torch.bfloat16, "auto")}
+    assert config.model_spec is not None
+    full = [layer.attention for layer in config.model_spec.model.layers]
+    full = [layer for layer in full if isinstance(layer, attention.LatentAttention.Config)]
+    assert len(full) == 6 and {x.attention_blocks for x in full} == {(128, 128, 64, 96)}
+    config.dataloader.attention_blocks = (64, 64, 64, 64)
+    with_model_facts(config)
+    assert {x.attention_blocks for x in full} == {(64, 64, 64, 64)}
+    full[0].attention_blocks = (128, 128, 128, 128)
+    config.dataloader.attention_blocks = None
+    with pytest.raises(ValueError, match="need one attention_blocks for all layers, got"):
+        with_model_facts(config)
 
 
 def test_a_chunk_size_other_than_the_models_is_refused() -> None:
