@@ -149,7 +149,8 @@ def packed_kda(
     states = (reader_ptr.shape[0] - 2 - num_exports, v.shape[1], q.shape[2], v.shape[2])
     if external_states is not None:
         require_shape("external_states", external_states, states)
-    if torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type):
+    # Of "meta" torch cannot say, and torch.compile in 2.11 cannot ask `is_autocast_available`.
+    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(dtype) for x in (q, k, v))
         halo_k, halo_v = (None if x is None else x.to(dtype) for x in (halo_k, halo_v))
