@@ -24,10 +24,39 @@ def tree_attention_blocks(
     Once per layout, from minima and maxima of each block: O(blocks^2), no host synchronisation.
     A last block that its rows do not fill is never full: full blocks need no bounds check.
     """
-    block_q, block_kv, block_q_backward, block_kv_backward = attention_blocks
+    return tree_attention_blocks_op(subtree_end, q_row, *attention_blocks)
+
+
+@torch.library.custom_op(
+    "harts::tree_attention_blocks",
+    mutates_args=(),
+    schema=(
+        "(Tensor subtree_end, Tensor q_row, SymInt block_q, SymInt block_kv, "
+        "SymInt block_q_backward, SymInt block_kv_backward) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
+def tree_attention_blocks_op(
+    subtree_end, q_row, block_q, block_kv, block_q_backward, block_kv_backward
+):
+    """The block lists, by vectorised comparisons of all block pairs."""
     by_query = _block_kinds(subtree_end, q_row, block_q, block_kv)
     by_key = _block_kinds(subtree_end, q_row, block_q_backward, block_kv_backward)
     return *_ascending(by_query), *_ascending(by_key.transpose(1, 2))
+
+
+@tree_attention_blocks_op.register_fake
+def _(subtree_end, q_row, block_q, block_kv, block_q_backward, block_kv_backward):
+    nq, nq_backward = (-(-q_row.shape[0] // block) for block in (block_q, block_q_backward))
+    nk, nk_backward = (-(-subtree_end.shape[0] // block) for block in (block_kv, block_kv_backward))
+    shapes = ((2, nq), (2, nq, nk), (2, nk_backward), (2, nk_backward, nq_backward))
+    return tuple(subtree_end.new_empty(shape) for shape in shapes)
+
+
+@tree_attention_blocks_op.register_kernel("cuda")
+def _(*args):
+    from harts_ops.kernels import tree_attention_blocks
+
+    return tree_attention_blocks.block_lists(*args)
 
 
 def preferred_attention_blocks(

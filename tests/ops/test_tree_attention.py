@@ -8,6 +8,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
+from harts_ops._tree_attention_plan import tree_attention_blocks_op
 from harts_ops.tree_attention import (
     TREE_ATTENTION_PLAN,
     tree_attention,
@@ -238,6 +239,8 @@ def test_registration():
     q_nope, q_rope, *rest = make_mla_inputs(plan, dtype=torch.float)
     q = torch.cat([q_nope, q_rope], -1).detach().requires_grad_()
     torch.library.opcheck(tree_mla_op, (q, *rest, *arguments))
+    rows = plan["subtree_end"], plan["q_row"]
+    torch.library.opcheck(tree_attention_blocks_op, (*rows, *plan["attention_blocks"]))
 
 
 def test_compiles_without_breaks_or_recompiles():

@@ -33,6 +33,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPES = [torch.float, torch.bfloat16] if ON_GPU else [torch.float]
 if ON_GPU or INTERPRETED:
     from harts_ops.kernels import tree_attention as kernels
+    from harts_ops.kernels.tree_attention_blocks import block_lists
 OWN = [3, 5, 8, 9, 20, 22, 23, 32]
 
 
@@ -139,6 +140,22 @@ def test_bulk_copies_change_nothing():
     assert kernels._tile("forward", inputs[:3], 16, 16, tile).tma
     bulk, plain = (with_kernels(*inputs, plan, tile=x) for x in (tile, without))
     torch.testing.assert_close(bulk, plain, rtol=0, atol=0)
+
+
+@needs_kernels
+@pytest.mark.parametrize("seed", range(6))
+def test_block_lists_are_those_of_the_cpu(seed):
+    rng = np.random.default_rng(seed)
+    sizes = {"num_trajectories": 30, "max_length": 300} if ON_GPU else {}
+    tree = RowTree.of(random_trajectories(rng, **sizes), padding=seed % 3)
+    own = np.flatnonzero(rng.random(len(tree.parent)) < 0.6) if seed % 2 else None
+    blocks = (4, 3, 5, 2) if seed < 4 else (128, 128, 64, 96)
+    plan = tree.attention(own, own_padding=seed % 4, blocks=blocks)
+    rows = (plan["subtree_end"].to(DEVICE), plan["q_row"].to(DEVICE))
+    for name, mine in zip(TREE_ATTENTION_PLAN[2:], block_lists(*rows, *blocks), strict=True):
+        torch.testing.assert_close(mine.cpu(), plan[name], rtol=0, atol=0)
+    nothing = block_lists(rows[0], rows[1][:0], *blocks)
+    assert nothing[0].shape == (2, 0) and not nothing[2].any()
 
 
 @needs_kernels
