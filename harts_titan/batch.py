@@ -188,27 +188,29 @@ def _first_places(index: Tensor, rows: int) -> Tensor:
 
 class _TakeRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, index):
+    def forward(ctx, x, index):  # pyrefly: ignore [bad-override]
         ctx.save_for_backward(index)
         ctx.rows = x.shape[0]
         return x.index_select(0, index)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad):  # pyrefly: ignore [bad-override]
         (index,) = ctx.saved_tensors
         return _gather_or_zero(grad, _first_places(index, ctx.rows)), None
 
 
 class _RestoreRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, own, cached, complete_source, cached_producer_row, own_complete):
+    def forward(  # pyrefly: ignore [bad-override]
+        ctx, own, cached, complete_source, cached_producer_row, own_complete
+    ):
         ctx.save_for_backward(complete_source, cached_producer_row, own_complete)
         ctx.cached_rows = cached.shape[0]
         rows = cached.index_select(0, cached_producer_row)
         return torch.cat([own, rows]).index_select(0, complete_source)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad):  # pyrefly: ignore [bad-override]
         complete_source, cached_producer_row, own_complete = ctx.saved_tensors
         own, cached = own_complete.shape[0], cached_producer_row.shape[0]
         complete = _first_places(complete_source, own + cached)[own:]

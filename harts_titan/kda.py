@@ -29,8 +29,8 @@ class KDAInterface(NamedTuple):
 
     def take_rows(self, index: Tensor, dtype: torch.dtype) -> "KDAInterface":
         """Return the rows of ``index`` in ``dtype``; states stay as they are."""
-        *rows, states = self
-        return KDAInterface(*(take_rows(x, index).to(dtype) for x in rows), states)
+        taps, key, value, gate, beta = (take_rows(x, index).to(dtype) for x in self[:5])
+        return KDAInterface(taps, key, value, gate, beta, self.states)
 
 
 class LowRankLinear(Module):
@@ -214,8 +214,8 @@ class DeltaAttention(Module):
         hidden_RD = self.o_proj(self.norm(out, gate_out).flatten(-2))
         index, dtype = plan.export_halo, hidden_RD.dtype
         taps = torch.cat([take_rows(x, index) for x in projected], dim=-1).to(dtype)
-        rows = [take_rows(x, index).to(dtype) for x in (key, value, gate, beta)]
-        return hidden_RD, KDAInterface(taps, *rows, states)
+        key, value, gate, beta = (take_rows(x, index).to(dtype) for x in (key, value, gate, beta))
+        return hidden_RD, KDAInterface(taps, key, value, gate, beta, states)
 
     def _recurrence(
         self,

@@ -24,6 +24,7 @@ MAY_IMPORT = {
         "safetensors",
         "tyro",
     },
+    "harts_titan/kernels": {"torch", "triton"},
 }
 # Only inside the function that needs them, or in a module that only such a function loads.
 MAY_IMPORT_LATE = {"planner": {"pyarrow", "matplotlib", "ortools", "numba"}}
@@ -70,8 +71,10 @@ def test_dependency_direction(package):
 
 
 def test_operators_load_their_kernels_late_and_know_no_process_groups():
-    for path in (ROOT / "harts_ops").glob("*.py"):
-        assert not any(x.startswith("harts_ops.kernels") for x in imported(path, late=False)), path
+    for package in ("harts_ops", "harts_titan"):
+        for path in (ROOT / package).glob("*.py"):
+            early = [*imported(path, late=False)]
+            assert not any(x.startswith(f"{package}.kernels") for x in early), path
     for path in (ROOT / "harts_ops").rglob("*.py"):
         names = [*imported(path, late=False), *imported(path, late=True)]
         assert not any(x.startswith("torch.distributed") for x in names), path

@@ -1,0 +1,1 @@
+"""Triton kernels of the model; loaded only by CUDA code."""

@@ -1,0 +1,168 @@
+"""Operators of a mixture of experts; their CUDA side on a GPU, else in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from harts_titan.expert_ops import (
+    router_linear,
+    router_linear_backward,
+    select_experts,
+    sort_choices,
+    spread_rows,
+    sum_entries,
+)
+
+ON_GPU = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and not ON_GPU
+needs_kernels = pytest.mark.skipif(
+    not (ON_GPU or INTERPRETED), reason="run by test_in_the_interpreter"
+)
+DEVICE = "cuda" if ON_GPU else "cpu"
+DOUBLE = torch.float64
+
+
+@pytest.mark.skipif(ON_GPU or INTERPRETED, reason="the kernels run in this process")
+def test_in_the_interpreter():
+    """Triton reads TRITON_INTERPRET when it is imported, so the tests run in a new process."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", str(Path(__file__)), "-k", "kernel"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def routes(rows, choices, device="cpu", seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    position = torch.randperm(rows * choices, generator=rng).view(rows, choices)
+    valid = torch.rand(rows, generator=rng) < 0.8
+    return position.to(device), valid.to(device)
+
+
+def want_entries(x, position):
+    entries = x.new_zeros(position.numel(), x.shape[1])
+    for row in range(position.shape[0]):
+        for choice in range(position.shape[1]):
+            entries[position[row, choice]] = x[row]
+    return entries
+
+
+def test_entries_are_copies_and_their_sums_ignore_padding_rows():
+    position, valid = routes(5, 3)
+    x = torch.randn(5, 4, dtype=DOUBLE, requires_grad=True)
+    entries = spread_rows(x, position, valid)
+    assert torch.equal(entries, want_entries(x.detach(), position))
+    garbage = torch.where(valid.repeat_interleave(3)[position.flatten().argsort()], 0, torch.nan)
+    total = sum_entries(entries + garbage.unsqueeze(1), position, valid)
+    torch.testing.assert_close(total, torch.where(valid.unsqueeze(1), 3 * x, 0))
+    scale = torch.randn(5, 3, dtype=DOUBLE, requires_grad=True)
+    entry = position.flatten().argsort()
+    assert torch.equal(sort_choices(scale, position, valid, entry), scale.flatten()[entry])
+
+
+def test_gradients():
+    position, _ = routes(4, 2)
+    valid = torch.ones(4, dtype=torch.bool)
+    x = torch.randn(4, 3, dtype=DOUBLE, requires_grad=True)
+    entries = torch.randn(8, 3, dtype=DOUBLE, requires_grad=True)
+    scale = torch.randn(4, 2, dtype=DOUBLE, requires_grad=True)
+    weight = torch.randn(5, 3, dtype=DOUBLE, requires_grad=True)
+    entry = position.flatten().argsort()
+    assert torch.autograd.gradcheck(lambda x: spread_rows(x, position, valid), x)
+    assert torch.autograd.gradcheck(lambda x: sum_entries(x, position, valid), entries)
+    assert torch.autograd.gradcheck(lambda x: sort_choices(x, position, valid, entry), scale)
+    assert torch.autograd.gradcheck(router_linear, (x, weight))
+
+
+def test_gradients_of_padding_rows_are_zero_whatever_their_entries_receive():
+    position, valid = torch.tensor([[1, 3], [0, 2]]), torch.tensor([True, False])
+    x = torch.randn(2, 3, dtype=DOUBLE, requires_grad=True)
+    grad = torch.full((4, 3), torch.nan, dtype=DOUBLE)
+    grad[[1, 3]] = 1
+    (got,) = torch.autograd.grad(spread_rows(x, position, valid), x, grad)
+    assert torch.equal(got, torch.tensor([[2.0] * 3, [0.0] * 3], dtype=DOUBLE))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_registration(dtype):
+    position, valid = routes(4, 2)
+    x, entries = (torch.randn(n, 3, dtype=dtype, requires_grad=True) for n in (4, 8))
+    scale, weight = torch.randn(4, 2, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    for op, arguments in (
+        (spread_rows, (x, position, valid)),
+        (sum_entries, (entries, position, valid)),
+        (sort_choices, (scale, position, valid, position.flatten().argsort())),
+        (router_linear, (x, weight)),
+        (router_linear_backward, (torch.randn(4, 5), x.detach(), weight.detach())),
+        (select_experts, (torch.randn(4, 8), 2, 4, 2)),
+    ):
+        torch.library.opcheck(op, arguments)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("rows", "choices", "width"), [(7, 3, 5), (9, 8, 160), (1, 1, 1), (0, 2, 8)]
+)
+def test_kernels_of_dispatch(rows, choices, width):
+    from harts_titan.kernels import experts
+
+    position, valid = routes(rows, choices, DEVICE)
+    x = torch.randn(rows, width, device=DEVICE)
+    entries = experts.spread_rows(x, position, valid)
+    assert torch.equal(entries.cpu(), want_entries(x.cpu(), position.cpu()))
+    entries = torch.randn(rows * choices, width, device=DEVICE)
+    total = torch.zeros(rows, width, device=DEVICE)
+    for choice in range(choices):
+        total += entries[position[:, choice]]
+    hidden = valid.repeat_interleave(choices)[position.flatten().argsort()].unsqueeze(1)
+    entries = torch.where(hidden, entries, torch.nan)
+    want = torch.where(valid.unsqueeze(1), total, 0)
+    assert torch.equal(experts.sum_entries(entries, position, valid), want)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("sizes", "groups", "top_groups", "top_k"),
+    [((40, 16), 4, 2, 3), ((3, 8), 1, 1, 8), ((17, 32), 8, 4, 8), ((0, 8), 2, 1, 2)],
+)
+def test_kernel_of_selection(sizes, groups, top_groups, top_k):
+    from harts_titan.kernels import experts
+
+    choice = torch.rand(sizes)
+    want = select_experts(choice, top_k, groups, top_groups)
+    got = experts.select_experts(choice.to(DEVICE), top_k, groups, top_groups)
+    assert torch.equal(got.cpu(), want)
+    assert experts.selects(512, 8) and not experts.selects(96, 8) and not experts.selects(96, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_router_product_in_bf16_is_as_exact_as_in_fp32(weight_dtype):
+    x = torch.randn(777, 1536).bfloat16()
+    weight, grad = torch.randn(128, 1536).to(weight_dtype), torch.randn(777, 128)
+    exact = router_linear(x.double(), weight.double())
+    grads = router_linear_backward(grad.double(), x.double(), weight.double())
+    x, weight, grad = (y.cuda() for y in (x, weight, grad))
+    plain = x.float() @ weight.float().T, (grad @ weight.float()).to(x.dtype), grad.T @ x.float()
+
+    def error(y, z):
+        return float((y.double().cpu() - z).norm() / z.norm())
+
+    got = router_linear(x, weight), *router_linear_backward(grad, x, weight)
+    assert got[1].dtype == x.dtype and got[2].dtype == weight_dtype
+    rounding = torch.finfo(weight_dtype).eps if weight_dtype != torch.float32 else 1e-6
+    for ours, theirs, z, extra in zip(
+        got, plain, (exact, *grads), (1e-6, 1e-5, rounding), strict=True
+    ):
+        assert error(ours, z) <= 2 * error(theirs, z) + extra
+
+
+@pytest.mark.gpu
+def test_sizes_that_are_no_powers_of_two_are_selected_too():
+    choice = torch.rand(50, 24)
+    want = select_experts(choice, 3, 4, 2)
+    assert torch.equal(select_experts(choice.cuda(), 3, 4, 2).cpu(), want)
