@@ -1,193 +1,63 @@
 """Full-width training steps on one GPU: time, useful FLOP/s, memory, and where the time goes.
 
-Not a pytest-benchmark file: a step takes seconds, and its parts come from one profile.
+Not a pytest-benchmark file: a step takes seconds, and its parts come from one profile. The modes
+run one after the other in one process, on the same weights (the learning rate is 0, so steps do
+all their work and change nothing). ``plain`` is ``plain_model.PlainModel``, which knows no trees.
 
-    python benchmarks/bench_step.py --flavor ling3_tiny --layers 4 --out step_h200.json
+    python -m benchmarks.bench_step --layers 4 --out benchmarks/results/step_h200.json
 """
 
 import argparse
 import contextlib
+import datetime
+import gc
 import json
-import platform
-import re
 import statistics
 import subprocess
+import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from harts_ops._tree_attention_plan import visible_pairs
-from harts_titan import decoder_config, model_numbers
-from harts_titan.attention import LatentAttention
-from harts_titan.batch import (
-    MicrobatchInput,
-    WindowBatch,
-    microbatch_input,
-    position_labels,
-    producer_input,
-)
-from harts_titan.data import SyntheticTrees, synthetic_rollouts
-from harts_titan.kda import DeltaAttention
+from benchmarks.bench_packed_kda import keep_few_configurations
+from benchmarks.step_profile import Work, print_parts, profile
+from benchmarks.step_work import Blocks, Workload, Workloads, numbers_of, useful_flops
+from harts_titan import DecoderNumbers, decoder_config
+from harts_titan.attention import choose_attention_blocks
+from harts_titan.batch import MicrobatchInput
 from harts_titan.model import HartsModel, ModelOutput
 from harts_titan.parallelize import HartsSelectiveAC, compile_blocks
-from harts_titan.window import run_window
-from planner import plan_microbatch, plan_window
+from harts_titan.window import interface_bytes, run_window
+from planner import plan_microbatch
 
-# A kernel belongs to the first part whose pattern its name matches.
-PARTS = {
-    "attention": r"flash|fmha|tree_attention|attn|_forward_kernel|_dq_kernel|_dkv_kernel",
-    "kda": r"kda|chunk_|gla|_scan|recompute_w_u|cumsum",
-    "short conv": r"short_conv|_conv_",
-    "expert GEMM": r"grouped|GroupProblem|moe_gemm",
-    "head": r"logprob|lse|softmax_grad",
-    "dispatch": r"sort|radix|gather|scatter|index|searchsorted|topk|TopK",
-    "GEMM": r"gemm|cutlass|cublas|nvjet|sm90_xmma",
-    "optimizer": r"adam|multi_tensor",
-    "copy": r"memcpy|memset|Memcpy|Memset|fill|cat|copy",
-    "elementwise": r".",
-}
+MODES = ("none", "none_again", "none_reordered", "none_as_tree", "tree", "windows", "plain")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """Windows of one replica, and what they cost in useful work."""
-
-    name: str
-    windows: tuple[WindowBatch, ...]
-    rows: int  # compact rows that run, producers included
-    tokens: int  # original tokens
-    pairs: int  # visible query-key pairs of a head, of the rows that run
+def configured(
+    n: DecoderNumbers, device: str, dtype: torch.dtype
+) -> tuple[HartsModel.Config, Blocks]:
+    """Return a decoder's configuration with the attention blocks of the fastest backend."""
+    config = decoder_config(n)
+    layers = (layer.attention for layer in config.layers)
+    return config, choose_attention_blocks(layers, device=device, dtype=dtype)
 
 
-def deep_trees(seed: int, prompts: int) -> Sequence[np.ndarray]:
-    """Trajectories of generated rollout trees: long prompts, forks at turns, one per action."""
-    config = SyntheticTrees(
-        seed=seed, prompts=prompts, branches=5, turns=10, prompt_length=2500, turn_length=500
-    )
-    return synthetic_rollouts(config, 0, 150_000)
-
-
-def _inputs(layout: Any, rollouts: Any, index: np.ndarray) -> MicrobatchInput:
-    labels = position_labels(
-        [rollouts.token_ids[i] for i in index], [rollouts.loss_mask[i] for i in index]
-    )
-    return microbatch_input(layout, labels, trajectories=index)
-
-
-def _measure(name: str, windows: Sequence[WindowBatch]) -> Workload:
-    inputs = [x for w in windows for x in (*((w.producer,) if w.producer else ()), *w.consumers)]
-    return Workload(
-        name=name,
-        windows=tuple(windows),
-        rows=sum(int((x.plan.row_packed >= 0).sum()) for x in inputs),
-        tokens=sum(x.num_positions for x in inputs),
-        pairs=sum(visible_pairs(x.plan.subtree_end, x.plan.q_row) for x in inputs),
-    )
-
-
-def _fill(rollouts: Any, capacity: int, size: Callable[[list[int]], int]) -> np.ndarray:
-    """Trajectories in order while they fit into the capacity."""
-    chosen: list[int] = []
-    for index in range(len(rollouts.token_ids)):
-        if size([*chosen, index]) > capacity:
-            break
-        chosen.append(index)
-    return np.array(chosen)
-
-
-def make_workloads(capacity: int, seed: int) -> list[Workload]:
-    """Share none, tree and windows over the same generated trees, each microbatch about full."""
-    rollouts = deep_trees(seed, prompts=8)
-    lengths = [len(x) for x in rollouts.token_ids]
-    expanded = _fill(rollouts, capacity, lambda ids: sum(lengths[i] for i in ids))
-    group = np.asarray(rollouts.group)
-    tree = np.flatnonzero(group == 0)
-    for number in range(1, int(group.max()) + 1):
-        grown = np.flatnonzero(group <= number)
-        if len(plan_microbatch([rollouts.token_ids[i] for i in grown]).token) > capacity:
-            break
-        tree = grown
-    halves = [tree[::2], tree[1::2]]
-    texts = [[rollouts.token_ids[i] for i in half] for half in halves]
-    depth = [_shared_depth(texts[0], texts[1]), _shared_depth(texts[1], texts[0])]
-    producer, consumers = plan_window(texts, depth, align=64)
-    assert producer is not None
-
-    def plan(index: np.ndarray, share: str) -> WindowBatch:
-        layout = plan_microbatch([rollouts.token_ids[i] for i in index], share=share, align=64)
-        return WindowBatch(producer=None, consumers=(_inputs(layout, rollouts, index),))
-
-    window = WindowBatch(
-        producer=producer_input(producer),
-        consumers=tuple(
-            _inputs(layout, rollouts, half) for layout, half in zip(consumers, halves, strict=True)
-        ),
-    )
-    return [
-        _measure("none", [plan(expanded, "none")]),
-        # The same trajectories as in "none": the two losses must agree.
-        _measure("none_as_tree", [plan(expanded, "tree")]),
-        _measure("tree", [plan(tree, "tree")]),
-        _measure("windows", [window]),
-    ]
-
-
-def _shared_depth(own: list[np.ndarray], other: list[np.ndarray]) -> np.ndarray:
-    """Longest common prefix of each of ``own`` with any of ``other``."""
-
-    def common(a: np.ndarray, b: np.ndarray) -> int:
-        n = min(len(a), len(b))
-        differs = np.flatnonzero(a[:n] != b[:n])
-        return int(differs[0]) if len(differs) else n
-
-    return np.array([max(common(x, y) for y in other) for x in own])
-
-
-def useful_flops(config: HartsModel.Config, active: int, work: Workload) -> float:
-    """Forward and backward FLOPs of the rows that run, without recomputation and replay.
-
-    ``6 N`` a row for the N active parameters without embeddings (the head, which runs on rows
-    with targets only, counts for those), ``6 H (K + V)`` for each visible query-key pair, and
-    three times the forward formula of ``packed_kda``.
-    """
-    head = config.lm_head.in_features * config.lm_head.out_features
-    body = (
-        active - head - config.tok_embeddings.num_embeddings * config.tok_embeddings.embedding_dim
-    )
-    targets = sum(len(c.target_source) for w in work.windows for c in w.consumers)
-    total = 6.0 * (body * work.rows + head * targets)
-    for layer in config.layers:
-        attention = layer.attention
-        if isinstance(attention, LatentAttention.Config):
-            width = attention.nope_dim + attention.rope_dim + attention.value_dim
-            total += 6.0 * attention.num_heads * width * work.pairs
-        elif isinstance(attention, DeltaAttention.Config):
-            heads, key, value = (
-                attention.beta_proj.out_features,
-                attention.key_dim,
-                attention.value_dim,
-            )
-            chunk = attention.chunk_size
-            row = 6 * key * value + chunk * (3 * key + 2 * value) + chunk * chunk // 3
-            total += 3.0 * heads * row * work.rows
-    return total
-
-
-def make_model(flavor: str, layers: int | None, device: str, dtype: torch.dtype) -> HartsModel:
-    """A random model of the flavour's width, with its first ``layers`` layers."""
-    numbers = model_numbers(flavor)
-    if layers is not None and layers < numbers.num_layers:
-        kept = tuple(layer for layer in numbers.full_attention if layer < layers)
-        numbers = replace(numbers, num_layers=layers, full_attention=kept)
-    with torch.device("meta"):
-        model = HartsModel(decoder_config(numbers)).to(dtype)
+def make_model(config: HartsModel.Config, device: str, dtype: torch.dtype) -> HartsModel:
+    """A random model; what the model keeps in float32 (router, decay) stays in float32."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            model = HartsModel(config)
+    finally:
+        torch.set_default_dtype(before)
     model.to_empty(device=device)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -195,22 +65,34 @@ def make_model(flavor: str, layers: int | None, device: str, dtype: torch.dtype)
     return model
 
 
+def apply_checkpointing(model: HartsModel, policy: str) -> None:
+    """Recompute every block in backward, fully or but for the outputs of the costly operators."""
+    from torchtitan.distributed.activation_checkpoint import FullAC
+
+    if policy != "none":
+        config = FullAC.Config() if policy == "full" else HartsSelectiveAC.Config()
+        config.build(dump_folder="").apply(model)
+
+
 class Runner:
     """One optimizer step over a workload, with a token-mean SFT loss and router losses."""
 
-    def __init__(self, model: HartsModel, *, optimizer: str) -> None:
+    def __init__(self, model: nn.Module, *, optimizer: str = "adamw") -> None:
         self.model = model
-        parameters = list(model.parameters())
-        self.optimizer = {
-            "adamw": lambda: torch.optim.AdamW(parameters, lr=1e-5, fused=True),
-            "none": lambda: None,
-        }[optimizer]()
+        self.optimizer = None
+        if optimizer == "adamw":
+            # Moments have their parameter's dtype, so bfloat16 here.
+            self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+        self.losses: list[Tensor] = []
+        self.logprobs: list[tuple[np.ndarray, Tensor]] = []
+        self.kept_bytes = 0
 
     def consume(self, total: int) -> Callable[[MicrobatchInput, ModelOutput], Tensor]:
         def loss_of(inputs: MicrobatchInput, output: ModelOutput) -> Tensor:
             assert output.logprob is not None
-            loss = -output.logprob[: inputs.num_targets].sum() / total
-            self.losses.append(loss.detach())
+            logprob = output.logprob[: inputs.num_targets]
+            loss = -logprob.sum() / total
+            self.note(inputs.trajectories, logprob, loss)
             if output.statistics is None:
                 return loss
             statistics_ = output.statistics
@@ -218,58 +100,172 @@ class Runner:
 
         return loss_of
 
-    def step(self, work: Workload) -> Tensor:
-        self.losses: list[Tensor] = []
-        total = sum(c.num_targets for w in work.windows for c in w.consumers)
-        for window in work.windows:
-            run_window(self.model, window, self.consume(total))
+    def note(self, trajectories: np.ndarray, logprob: Tensor, loss: Tensor) -> None:
+        """Keep the results of a microbatch, and what is allocated before its backward."""
+        self.losses.append(loss.detach())
+        self.logprobs.append((trajectories, logprob.detach()))
+        if loss.is_cuda:
+            self.kept_bytes = max(self.kept_bytes, torch.cuda.memory_allocated())
+
+    def step(self, run: Callable[["Runner"], Any]) -> float | Tensor:
+        """Run forward and backward, and the optimizer; return the loss."""
+        self.losses, self.logprobs, self.kept_bytes = [], [], 0
+        run(self)
         if self.optimizer is not None:
             self.optimizer.step()
         self.model.zero_grad(set_to_none=False)
         return torch.stack(self.losses).sum()
 
-
-def timed(run: Callable[[], Tensor], repeats: int) -> tuple[list[float], float]:
-    """Milliseconds of each repeat, after two warm-up runs, and the last loss."""
-    for _ in range(2):
-        loss = run()
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        loss = run()
-        torch.cuda.synchronize()
-        times.append(1000 * (time.perf_counter() - start))
-    return times, loss.item()
+    def logprob_of(self, loss_masks: Sequence[np.ndarray]) -> dict[int, Tensor]:
+        """Log-probabilities of the last step by trajectory."""
+        found: dict[int, Tensor] = {}
+        for trajectories, logprob in self.logprobs:
+            sizes = [int(loss_masks[i].sum()) for i in trajectories]
+            found |= dict(zip(trajectories.tolist(), logprob.float().split(sizes), strict=True))
+        return found
 
 
-def profile_parts(run: Callable[[], Tensor]) -> dict[str, Any]:
-    """Milliseconds of each part of one step by kernel name, the largest kernels, busy share."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    ) as profiler:
-        torch.cuda.synchronize()
+def run_ours(model: HartsModel, work: Workload) -> Callable[[Runner], None]:
+    total = sum(c.num_targets for w in work.windows for c in w.consumers)
+
+    def run(runner: Runner) -> None:
+        for window in work.windows:
+            run_window(model, window, runner.consume(total))
+
+    return run
+
+
+def timed(run: Callable[[], Any], repeats: int, warmup: int = 2) -> tuple[list[float], list[float]]:
+    """Milliseconds of the warm-up runs, and of the repeats, in which the host may run ahead."""
+    warm = []
+    for _ in range(warmup):
         start = time.perf_counter()
         run()
         torch.cuda.synchronize()
-        wall = 1000 * (time.perf_counter() - start)
-    parts: dict[str, float] = defaultdict(float)
-    kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
-    for event in profiler.events():
-        if event.device_type != torch.autograd.DeviceType.CUDA:
-            continue
-        duration = event.time_range.elapsed_us() / 1000
-        part = next(name for name, pattern in PARTS.items() if re.search(pattern, event.name))
-        parts[part] += duration
-        kernels[event.name[:100]][0] += duration
-        kernels[event.name[:100]][1] += 1
-    busy = sum(parts.values())
-    largest = sorted(kernels.items(), key=lambda item: -item[1][0])[:60]
+        warm.append(1000 * (time.perf_counter() - start))
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        run()
+        mark.record()
+    torch.cuda.synchronize()
+    return warm, [a.elapsed_time(b) for a, b in pairwise(marks)]
+
+
+def bytes_of(tensors: Iterable[Any]) -> int:
+    return sum(x.nbytes for x in tensors if isinstance(x, Tensor))
+
+
+def standing_bytes(runner: Runner) -> dict[str, int]:
+    """Bytes that are there between steps: weights, gradients, optimizer state."""
+    model, optimizer = runner.model, runner.optimizer
+    states = optimizer.state.values() if optimizer is not None else ()
     return {
-        "wall_ms": wall,
-        "busy_share": busy / wall,
-        "parts_ms": dict(sorted(parts.items(), key=lambda item: -item[1])),
-        "kernels_ms": {name: [round(ms, 3), count] for name, (ms, count) in largest},
+        "weights": bytes_of([*model.parameters(), *model.buffers()]),
+        "gradients": bytes_of(p.grad for p in model.parameters()),
+        "optimizer": sum(bytes_of(state.values()) for state in states),
+    }
+
+
+def peak_bytes(runner: Runner, run: Callable[[Runner], Any]) -> dict[str, int]:
+    """Bytes that one step adds: kept between forward and backward, and on top of that."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    runner.step(run)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    kept = runner.kept_bytes
+    return {"before": before, "kept": kept - before, "workspace": peak - kept, "peak": peak}
+
+
+def fit_memory(
+    runner: Runner, capacities: Sequence[int], blocks: Blocks
+) -> dict[str, dict[str, Any]]:
+    """Bytes of a step as ``constant + slope * rows`` over trees of several sizes."""
+    assert isinstance(runner.model, HartsModel)
+    points = []
+    for capacity in capacities:
+        work = Workloads(capacity, blocks).make("tree").to("cuda")
+        run = run_ours(runner.model, work)
+        runner.step(run)
+        points.append({"rows": work.rows, **peak_bytes(runner, run)})
+        print(json.dumps(points[-1]), flush=True)
+    rows = np.array([x["rows"] for x in points], float)
+    fits = {
+        name: np.polyfit(rows, [x[name] for x in points], 1).tolist()
+        for name in ("kept", "workspace")
+    }
+    row, boundary = interface_bytes(runner.model, torch.bfloat16)
+    layers = runner.model.config.layers
+    found: dict[str, Any] = {
+        "points": points,
+        "formula": "peak = weights + gradients + optimizer + kept + workspace "
+        "+ 2 * (cached_row * cached rows + boundary * exported boundaries)",
+        "kept_per_row": fits["kept"][0],
+        "kept_per_row_and_layer": fits["kept"][0] / len(layers),
+        "kept_constant": fits["kept"][1],
+        "workspace_per_row": fits["workspace"][0],
+        "workspace_constant": fits["workspace"][1],
+        "cached_row": row,
+        "boundary": boundary,
+    }
+    return found
+
+
+def measure(
+    runner: Runner,
+    work: Workload,
+    run: Callable[[Runner], Any],
+    numbers: DecoderNumbers,
+    arguments: argparse.Namespace,
+) -> dict[str, Any]:
+    """Time, memory and profile of one mode."""
+    active = arguments.active
+    call = lambda: runner.step(run)  # noqa: E731
+    warm, times = timed(call, arguments.repeats)
+    median = statistics.median(times)
+    flops = useful_flops(numbers, active, work)
+    entry = {
+        "rows": work.rows,
+        "tokens": work.tokens,
+        "pairs": work.pairs,
+        "target_rows": work.targets,
+        "warmup_ms": [round(x, 1) for x in warm],
+        "times_ms": [round(x, 1) for x in times],
+        "ms": median,
+        "useful_tflop": flops / 1e12,
+        "useful_tflops": flops / median / 1e9,
+        "rows_per_s": 1000 * work.rows / median,
+        "tokens_per_s": 1000 * work.tokens / median,
+        "loss": float(torch.stack(runner.losses).sum()),
+        "memory": peak_bytes(runner, run),
+    }
+    print(json.dumps({work.name: entry}), flush=True)
+    if arguments.profile:
+        did = Work(
+            rows=work.rows,
+            pairs=work.pairs,
+            targets=work.targets,
+            parameters=sum(p.numel() for p in runner.model.parameters()),
+            recompute=arguments.checkpointing == "full",
+        )
+        trace = arguments.traces and arguments.traces / f"step_{work.name}.json.gz"
+        entry["profile"] = profile(call, median, numbers, did, trace)
+        print_parts(work.name, entry["profile"])
+    return entry
+
+
+def difference(a: dict[int, Tensor], b: dict[int, Tensor]) -> dict[str, float]:
+    """How far two modes' log-probabilities are apart on the trajectories that both ran."""
+    common = sorted(a.keys() & b.keys())
+    x, y = (torch.cat([values[i] for i in common]) for values in (a, b))
+    gap = (x - y).abs()
+    return {
+        "targets": len(x),
+        "mean": gap.mean().item(),
+        "max": gap.max().item(),
+        "loss": (x.mean() - y.mean()).item(),
     }
 
 
@@ -279,45 +275,59 @@ def compare_logits(flavor: str, layers: int, device: str) -> dict[str, float]:
     The bf16 rerun in another batch composition (trajectory by trajectory) is the measuring stick:
     paper Table 7 asks the mean cosine of tree execution to be as good as the baseline's own.
     """
-    rollouts = deep_trees(1, prompts=1)
-    index = np.arange(len(rollouts.token_ids))
-    texts = [rollouts.token_ids[i] for i in index]
-    tree = plan_microbatch(texts, align=64)
-    expanded = plan_microbatch(texts[:8], share="none", align=64)
-    models = {
-        name: make_model(flavor, layers, device, dtype)
-        for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
-    }
-    models["fp32"].load_state_dict(models["bf16"].state_dict())
-    rows = {"tree": tree.row[: len(expanded.row)], "none": expanded.row}
+    numbers = numbers_of(flavor, layers)
     logits: dict[tuple[str, str], Tensor] = {}
-    with torch.no_grad():
-        for name, model in models.items():
-            for share, layout in (("tree", tree), ("none", expanded)):
-                chosen = index if share == "tree" else index[:8]
-                inputs = _inputs(layout, rollouts, chosen).to(device)
+    weights: dict[str, Tensor] = {}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        config, blocks = configured(numbers, device, dtype)
+        works = Workloads(16_384, blocks, seed=1)
+        model = make_model(config, device, dtype)
+        if weights:
+            model.load_state_dict(weights)
+        weights = model.state_dict()
+        index = np.arange(8)
+        for share in ("tree", "none"):
+            inputs = works.single(index, share)[0].consumers[0].to(device)
+            layout = plan_microbatch(works.texts(index), share=share, align=64)
+            sample = torch.from_numpy(layout.row[::16].astype(np.int64)).to(device)
+            with torch.no_grad():
                 output = model(inputs.token, inputs, model.empty_interface())
-                sample = torch.from_numpy(rows[share][::16].astype(np.int64)).to(device)
                 logits[name, share] = (output.hidden[sample] @ model.lm_head.weight.T).float()
-    exact = logits["fp32", "none"]
 
-    def cosine(a: Tensor, b: Tensor) -> float:
-        return torch.nn.functional.cosine_similarity(a, b, dim=-1).mean().item()
+    def cosine(a: tuple[str, str], b: tuple[str, str]) -> float:
+        return torch.nn.functional.cosine_similarity(logits[a], logits[b], dim=-1).mean().item()
 
     return {
-        "cosine_bf16_none_to_fp32": cosine(logits["bf16", "none"], exact),
-        "cosine_bf16_tree_to_fp32": cosine(logits["bf16", "tree"], exact),
-        "cosine_bf16_tree_to_bf16_none": cosine(logits["bf16", "tree"], logits["bf16", "none"]),
-        "cosine_fp32_tree_to_fp32_none": cosine(logits["fp32", "tree"], exact),
+        "cosine_bf16_none_to_fp32": cosine(("bf16", "none"), ("fp32", "none")),
+        "cosine_bf16_tree_to_fp32": cosine(("bf16", "tree"), ("fp32", "none")),
+        "cosine_bf16_tree_to_bf16_none": cosine(("bf16", "tree"), ("bf16", "none")),
+        "cosine_fp32_tree_to_fp32_none": cosine(("fp32", "tree"), ("fp32", "none")),
     }
 
 
-def memory_gb() -> dict[str, float]:
-    """Peak and standing memory."""
-    return {
-        "peak": torch.cuda.max_memory_allocated() / 1e9,
-        "standing": torch.cuda.memory_allocated() / 1e9,
-    }
+def plain_runner(
+    model: HartsModel, numbers: DecoderNumbers, works: Workloads, arguments: argparse.Namespace
+) -> tuple[Runner, Callable[[Runner], None]]:
+    """The peer on the trajectories of ``none``, from the same parameters."""
+    from benchmarks.plain_model import PackedBatch, gpu_kernels, plain_model
+
+    if arguments.fla_configs:
+        keep_few_configurations(arguments.fla_configs)
+    recompute = arguments.checkpointing == "full"
+    plain = plain_model(numbers, model.state_dict(), gpu_kernels(), recompute=recompute)
+    if not arguments.no_compile:
+        plain.compile_layers()
+    index = works.expanded
+    masks = [works.rollouts.loss_mask[i] for i in index]
+    batch = PackedBatch.of(works.texts(index), masks, "cuda")
+
+    def run(runner: Runner) -> None:
+        logprob = plain(batch)
+        loss = -logprob.mean()
+        runner.note(index, logprob, loss)
+        loss.backward()
+
+    return Runner(plain, optimizer=arguments.optimizer), run
 
 
 def environment() -> dict[str, Any]:
@@ -327,82 +337,80 @@ def environment() -> dict[str, Any]:
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
         ).stdout.strip()
     return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d"),
+        "date": datetime.date.today().isoformat(),
         "commit": commit,
+        "command": "python -m benchmarks.bench_step " + " ".join(sys.argv[1:]),
     }
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--flavor", default="ling3_tiny")
-    parser.add_argument("--layers", type=int)
+    parser.add_argument("--layers", type=int, help="the model's first layers only")
     parser.add_argument("--capacity", type=int, default=65_536)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--optimizer", choices=("adamw", "none"), default="adamw")
     parser.add_argument("--checkpointing", choices=("none", "selective", "full"), default="full")
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--no-profile", dest="profile", action="store_false")
     parser.add_argument("--compare-logits", action="store_true")
-    parser.add_argument("--modes", default="none,none_as_tree,tree,windows")
+    parser.add_argument("--memory", action="store_true", help="measure memory at several sizes")
+    parser.add_argument("--modes", default="none,none_again,none_reordered,none_as_tree,tree")
+    parser.add_argument("--fla-configs", type=int, default=4, help="that fla may measure a kernel")
+    parser.add_argument("--traces", type=Path, help="folder for the profiler's traces")
     parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+    return parser.parse_args()
 
-    works = make_workloads(arguments.capacity, seed=0)
-    logits = None
+
+def main() -> None:
+    arguments = parse()
+    numbers = numbers_of(arguments.flavor, arguments.layers)
+    config, blocks = configured(numbers, "cuda", torch.bfloat16)
+    result = environment() | {"modes": {}, "attention_blocks": blocks}
     if arguments.compare_logits:
-        logits = compare_logits(arguments.flavor, arguments.layers or 4, "cuda")
-        print(json.dumps(logits), flush=True)
-    model = make_model(arguments.flavor, arguments.layers, "cuda", torch.bfloat16)
-    active = model.config.num_active_parameters(model)
-    if arguments.checkpointing != "none":
-        apply_checkpointing(model, arguments.checkpointing)
+        result["logits"] = compare_logits(arguments.flavor, arguments.layers or 4, "cuda")
+        print(json.dumps(result["logits"]), flush=True)
+    works = Workloads(arguments.capacity, blocks)
+    model = make_model(config, "cuda", torch.bfloat16)
+    arguments.active = model.config.num_active_parameters(model)
+    result["parameters"] = sum(p.numel() for p in model.parameters())
+    result["active_parameters"] = arguments.active
+    apply_checkpointing(model, arguments.checkpointing)
     if not arguments.no_compile:
         compile_blocks(model)
     runner = Runner(model, optimizer=arguments.optimizer)
-    result: dict[str, Any] = environment() | {
-        "command": "python benchmarks/bench_step.py "
-        + " ".join(f"--{k} {v}" for k, v in vars(arguments).items() if v not in (None, False)),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "active_parameters": active,
-        "logits": logits,
-        "modes": {},
-    }
-    for work in works:
-        if work.name not in arguments.modes.split(","):
-            continue
-        work_gpu = replace(work, windows=tuple(w.to("cuda") for w in work.windows))
-        torch.cuda.reset_peak_memory_stats()
-        run = lambda work=work_gpu: runner.step(work)  # noqa: E731
-        times, loss = timed(run, arguments.repeats)
-        flops = useful_flops(model.config, active, work)
-        median = statistics.median(times)
-        entry = {
-            "rows": work.rows,
-            "tokens": work.tokens,
-            "pairs": work.pairs,
-            "times_ms": [round(x, 1) for x in times],
-            "useful_tflops": flops / median / 1e9,
-            "rows_per_s": 1000 * work.rows / median,
-            "tokens_per_s": 1000 * work.tokens / median,
-            "loss": loss,
-            "memory_gb": memory_gb(),
-        }
-        print(json.dumps({work.name: entry}), flush=True)
-        entry["profile"] = profile_parts(run)
-        print(json.dumps(entry["profile"]["parts_ms"]), entry["profile"]["busy_share"], flush=True)
-        result["modes"][work.name] = entry
+    logprobs: dict[str, dict[int, Tensor]] = {}
+
+    def keep(name: str, runner: Runner, entry: dict[str, Any]) -> None:
+        logprobs[name] = runner.logprob_of(works.rollouts.loss_mask)
+        if "none" in logprobs:
+            entry["to_none"] = difference(logprobs[name], logprobs["none"])
+            print(name, "to none", json.dumps(entry["to_none"]), flush=True)
+        result["modes"][name] = entry
         if arguments.out:
-            arguments.out.write_text(json.dumps(result, indent=1))
+            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
-
-def apply_checkpointing(model: HartsModel, policy: str) -> None:
-    """Recompute every block in backward, fully or but for the outputs of the costly operators."""
-    from torchtitan.distributed.activation_checkpoint import FullAC
-
-    config = FullAC.Config() if policy == "full" else HartsSelectiveAC.Config()
-    config.build(dump_folder="").apply(model)
+    asked = arguments.modes.split(",")
+    for name in (x for x in MODES if x in asked and x != "plain"):
+        work = works.make(name).to("cuda")
+        run = run_ours(model, work)
+        keep(name, runner, measure(runner, work, run, numbers, arguments))
+    result["standing_bytes"] = standing_bytes(runner)
+    if arguments.memory:
+        capacities = [arguments.capacity // x for x in (4, 2, 1)]
+        result["memory"] = fit_memory(runner, capacities, blocks)
+    if "plain" in asked:
+        work = replace(works.make("none"), name="plain")
+        # Only one model's gradients and moments fit beside each other.
+        model.zero_grad(set_to_none=True)
+        del runner
+        gc.collect()
+        runner, run = plain_runner(model, numbers, works, arguments)
+        keep("plain", runner, measure(runner, work, run, numbers, arguments))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
