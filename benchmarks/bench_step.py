@@ -86,6 +86,7 @@ class Runner:
         self.losses: list[Tensor] = []
         self.logprobs: list[tuple[np.ndarray, Tensor]] = []
         self.kept_bytes = 0
+        self.keep_gradients = False  # their memory, between steps
 
     def consume(self, total: int) -> Callable[[MicrobatchInput, ModelOutput], Tensor]:
         def loss_of(inputs: MicrobatchInput, output: ModelOutput) -> Tensor:
@@ -113,7 +114,7 @@ class Runner:
         run(self)
         if self.optimizer is not None:
             self.optimizer.step()
-        self.model.zero_grad(set_to_none=False)
+        self.model.zero_grad(set_to_none=not self.keep_gradients)
         return torch.stack(self.losses).sum()
 
     def logprob_of(self, loss_masks: Sequence[np.ndarray]) -> dict[int, Tensor]:
@@ -156,27 +157,31 @@ def bytes_of(tensors: Iterable[Any]) -> int:
     return sum(x.nbytes for x in tensors if isinstance(x, Tensor))
 
 
-def standing_bytes(runner: Runner) -> dict[str, int]:
-    """Bytes that are there between steps: weights, gradients, optimizer state."""
+def peak_bytes(runner: Runner, run: Callable[[Runner], Any]) -> dict[str, int]:
+    """Bytes by part: what stays between steps, what a step keeps for its backward, the rest.
+
+    Gradients count as staying, as they do between the microbatches of a step.
+    """
+    runner.keep_gradients = True
+    runner.step(run)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
     model, optimizer = runner.model, runner.optimizer
     states = optimizer.state.values() if optimizer is not None else ()
-    return {
+    parts = {
         "weights": bytes_of([*model.parameters(), *model.buffers()]),
         "gradients": bytes_of(p.grad for p in model.parameters()),
         "optimizer": sum(bytes_of(state.values()) for state in states),
     }
-
-
-def peak_bytes(runner: Runner, run: Callable[[Runner], Any]) -> dict[str, int]:
-    """Bytes that one step adds: kept between forward and backward, and on top of that."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
+    parts["plan and other"] = before - sum(parts.values())
     runner.step(run)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated()
+    runner.keep_gradients = False
+    model.zero_grad(set_to_none=True)
     kept = runner.kept_bytes
-    return {"before": before, "kept": kept - before, "workspace": peak - kept, "peak": peak}
+    return parts | {"kept": kept - before, "workspace": peak - kept, "peak": peak}
 
 
 def fit_memory(
@@ -188,7 +193,6 @@ def fit_memory(
     for capacity in capacities:
         work = Workloads(capacity, blocks).make("tree").to("cuda")
         run = run_ours(runner.model, work)
-        runner.step(run)
         points.append({"rows": work.rows, **peak_bytes(runner, run)})
         print(json.dumps(points[-1]), flush=True)
     rows = np.array([x["rows"] for x in points], float)
@@ -397,7 +401,6 @@ def main() -> None:
         work = works.make(name).to("cuda")
         run = run_ours(model, work)
         keep(name, runner, measure(runner, work, run, numbers, arguments))
-    result["standing_bytes"] = standing_bytes(runner)
     if arguments.memory:
         capacities = [arguments.capacity // x for x in (4, 2, 1)]
         result["memory"] = fit_memory(runner, capacities, blocks)

@@ -28,7 +28,8 @@ _OPERATORS = {
     "MoE GEMM": r"grouped_linear|grouped_mm",
     "head": r"logprob",
     "router losses": r"moe_aux",
-    "MoE dispatch": r"[Dd]ispatch|[Cc]ombine|Permute",
+    "router": r"router_linear|select_experts",
+    "MoE dispatch": r"spread_rows|sum_entries|sort_choices|Permute",
     "optimizer": r"Optimizer\.step|adam",
     "embedding": r"aten::embedding",
 }
