@@ -242,6 +242,83 @@ def _(grad_shape, x_shape, weight_shape, *args, **kwargs) -> int:
     return 4 * x_shape[0] * weight_shape[0] * weight_shape[1]
 
 
+@torch.library.custom_op("harts_titan::scaled_swiglu", mutates_args=())
+def scaled_swiglu(x: Tensor, scale: Tensor, limit: float | None) -> Tensor:
+    """Return ``scale * silu(gate) * up``, computed in fp32 (fp64 for fp64 inputs).
+
+    Args:
+        x: Gate and up projections side by side ``[N, 2 F]``.
+        scale: One factor for each row ``[N]``.
+        limit: If given, ``silu(gate)`` is at most this and ``up`` within plus and minus this.
+    Returns:
+        ``[N, F]`` in the dtype of ``x``.
+    """
+    value, *_ = _swiglu_parts(x, limit)
+    return (value * scale.to(value.dtype).unsqueeze(-1)).to(x.dtype)
+
+
+@torch.library.custom_op("harts_titan::scaled_swiglu_backward", mutates_args=())
+def scaled_swiglu_backward(
+    grad: Tensor, x: Tensor, scale: Tensor, limit: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of ``scaled_swiglu`` in ``x`` and ``scale``."""
+    value, activation, up, gate_slope, up_slope = _swiglu_parts(x, limit)
+    grad = grad.to(value.dtype)
+    grad_scale = (grad * value).sum(-1).to(scale.dtype)
+    grad = grad * scale.to(value.dtype).unsqueeze(-1)
+    grad_x = torch.cat([grad * up * gate_slope, grad * activation * up_slope], dim=-1)
+    return grad_x.to(x.dtype), grad_scale
+
+
+def _swiglu_parts(x: Tensor, limit: float | None) -> tuple[Tensor, ...]:
+    """``silu(gate) * up``, both factors after the clamp, and their slopes in gate and up."""
+    gate, up = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+    sigmoid = gate.sigmoid()
+    activation, gate_slope = gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid))
+    up_slope = torch.ones_like(up)
+    if limit is not None:
+        gate_slope = gate_slope * (activation <= limit)
+        up_slope = (up.abs() <= limit).to(up.dtype)
+        activation, up = activation.clamp(max=limit), up.clamp(-limit, limit)
+    return activation * up, activation, up, gate_slope, up_slope
+
+
+@scaled_swiglu.register_fake
+def _(x: Tensor, scale: Tensor, limit: float | None) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] // 2)
+
+
+@scaled_swiglu_backward.register_fake
+def _(grad: Tensor, x: Tensor, scale: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), torch.empty_like(scale)
+
+
+@scaled_swiglu.register_kernel("cuda")
+def _(x: Tensor, scale: Tensor, limit: float | None) -> Tensor:
+    from harts_titan.kernels import experts
+
+    return experts.scaled_swiglu(x, scale, limit)
+
+
+@scaled_swiglu_backward.register_kernel("cuda")
+def _(grad: Tensor, x: Tensor, scale: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
+    from harts_titan.kernels import experts
+
+    return experts.scaled_swiglu_backward(grad, x, scale, limit)
+
+
+def _save_swiglu(ctx, inputs, output) -> None:
+    x, scale, ctx.limit = inputs
+    ctx.save_for_backward(x, scale)
+
+
+def _swiglu_backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    return *scaled_swiglu_backward(grad, *ctx.saved_tensors, ctx.limit), None
+
+
+scaled_swiglu.register_autograd(_swiglu_backward, setup_context=_save_swiglu)
+
+
 @torch.library.custom_op("harts_titan::grouped_linear", mutates_args=())
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Multiply consecutive groups of rows by their own matrices.

@@ -17,6 +17,7 @@ from harts_titan.batch import BlockPlan, restore_rows
 from harts_titan.expert_ops import (
     grouped_linear,
     router_linear,
+    scaled_swiglu,
     select_experts,
     sort_choices,
     spread_rows,
@@ -101,9 +102,9 @@ class GroupedExperts(Module):
         """Return each row's expert output times its scale; rows are sorted by expert."""
         # One GEMM for both: the copy of the weights costs less than a second gradient of rows.
         weight_EFD = torch.cat([self.gate_proj, self.up_proj], dim=1)
-        gate_NF, up_NF = grouped_linear(rows_ND, weight_EFD, offsets_E).chunk(2, dim=-1)
-        hidden_NF = swiglu(gate_NF, up_NF, self.limit) * scale_N.unsqueeze(-1)
-        return grouped_linear(hidden_NF.to(rows_ND.dtype), self.down_proj, offsets_E)
+        gate_up_NF = grouped_linear(rows_ND, weight_EFD, offsets_E)
+        hidden_NF = scaled_swiglu(gate_up_NF, scale_N, self.limit)
+        return grouped_linear(hidden_NF, self.down_proj, offsets_E)
 
 
 class Router(Module):

@@ -46,6 +46,57 @@ def _launch(kernel: Any, x: Tensor, out: Tensor, position: Tensor, valid: Tensor
         )
 
 
+def scaled_swiglu(x: Tensor, scale: Tensor, limit: float | None) -> Tensor:
+    """``scale * silu(gate) * up`` ``[N, F]`` of gate and up side by side."""
+    out = x.new_empty(x.shape[0], x.shape[1] // 2)
+    _launch_swiglu(out, out, scale, x, scale, limit, backward=False)
+    return out
+
+
+def scaled_swiglu_backward(
+    grad: Tensor, x: Tensor, scale: Tensor, limit: float | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up side by side, and of the scale."""
+    grad_x, grad_scale = x.new_empty(x.shape), torch.empty_like(scale)
+    _launch_swiglu(grad_x, grad.contiguous(), grad_scale, x, scale, limit, backward=True)
+    return grad_x, grad_scale
+
+
+def _launch_swiglu(
+    out: Tensor,
+    grad: Tensor,
+    grad_scale: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    limit: float | None,
+    *,
+    backward: bool,
+) -> None:
+    rows, width = x.shape[0], x.shape[1] // 2
+    if rows * width == 0:
+        grad_scale.zero_() if backward else None
+        return
+    block = min(_COLUMNS // 4, triton.next_power_of_2(width))
+    tile = max(1, _COLUMNS // 2 // block)
+    kernel: Any = _swiglu_kernel
+    with torch.cuda.device_of(x):
+        kernel[(triton.cdiv(rows, tile),)](
+            out,
+            grad,
+            grad_scale,
+            x.contiguous(),
+            scale.contiguous(),
+            rows,
+            width,
+            float("inf") if limit is None else limit,
+            ROWS=tile,
+            BLOCK=block,
+            ACC=tl.float64 if x.dtype == torch.float64 else tl.float32,
+            BACKWARD=backward,
+            num_warps=4,
+        )
+
+
 def selects(num_experts: int, num_groups: int) -> bool:
     """Whether `select_experts` serves these sizes: powers of two, so that rows fold into groups."""
     sizes = (num_experts, num_groups)
@@ -114,6 +165,53 @@ def _sum_kernel(
         total += tl.load(x_ptr + entry * width + column, mask=inside, other=0.0).to(ACC)
     value = total.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * width + column, value, mask=column < width)
+
+
+@triton.jit(do_not_specialize=["rows", "limit"])
+def _swiglu_kernel(
+    out_ptr,
+    grad_ptr,
+    grad_scale_ptr,
+    x_ptr,
+    scale_ptr,
+    rows,
+    width,
+    limit,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACC: tl.constexpr,
+    BACKWARD: tl.constexpr,
+):
+    """ROWS rows, forward or backward."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    scale = tl.load(scale_ptr + row, mask=inside, other=0.0).to(ACC)[:, None]
+    total = tl.zeros([ROWS], ACC)
+    dtype = out_ptr.dtype.element_ty
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        mask = inside[:, None] & (column < width)[None, :]
+        place = row[:, None] * (2 * width) + column[None, :]
+        gate = tl.load(x_ptr + place, mask=mask, other=0.0).to(ACC)
+        up = tl.load(x_ptr + place + width, mask=mask, other=0.0).to(ACC)
+        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+        activation = gate * sigmoid
+        clamped, clamped_up = tl.minimum(activation, limit), tl.minimum(up, limit)
+        clamped_up = tl.maximum(clamped_up, -limit)
+        single = row[:, None] * width + column[None, :]
+        if BACKWARD:
+            grad = tl.load(grad_ptr + single, mask=mask, other=0.0).to(ACC)
+            total += tl.sum(grad * clamped * clamped_up, 1)
+            grad *= scale
+            slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+            grad_gate = tl.where(activation <= limit, grad * clamped_up * slope, 0.0)
+            grad_up = tl.where(clamped_up == up, grad * clamped, 0.0)
+            tl.store(out_ptr + place, grad_gate.to(dtype), mask=mask)
+            tl.store(out_ptr + place + width, grad_up.to(dtype), mask=mask)
+        else:
+            tl.store(out_ptr + single, (clamped * clamped_up * scale).to(dtype), mask=mask)
+    if BACKWARD:
+        tl.store(grad_scale_ptr + row, total.to(grad_scale_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -11,11 +11,14 @@ import torch
 from harts_titan.expert_ops import (
     router_linear,
     router_linear_backward,
+    scaled_swiglu,
+    scaled_swiglu_backward,
     select_experts,
     sort_choices,
     spread_rows,
     sum_entries,
 )
+from harts_titan.moe import swiglu
 
 ON_GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and not ON_GPU
@@ -76,6 +79,14 @@ def test_gradients():
     assert torch.autograd.gradcheck(lambda x: sum_entries(x, position, valid), entries)
     assert torch.autograd.gradcheck(lambda x: sort_choices(x, position, valid, entry), scale)
     assert torch.autograd.gradcheck(router_linear, (x, weight))
+    for limit in (None, 0.4):
+        x = torch.randn(5, 6, dtype=DOUBLE, requires_grad=True)
+        scale = torch.randn(5, dtype=DOUBLE, requires_grad=True)
+        assert torch.autograd.gradcheck(lambda x, s: scaled_swiglu(x, s, limit), (x, scale))  # noqa: B023
+        gate, up = x.chunk(2, -1)
+        assert torch.allclose(
+            scaled_swiglu(x, scale, limit), swiglu(gate, up, limit) * scale.unsqueeze(-1)
+        )
 
 
 def test_gradients_of_padding_rows_are_zero_whatever_their_entries_receive():
@@ -99,6 +110,12 @@ def test_registration(dtype):
         (router_linear, (x, weight)),
         (router_linear_backward, (torch.randn(4, 5), x.detach(), weight.detach())),
         (select_experts, (torch.randn(4, 8), 2, 4, 2)),
+        (scaled_swiglu, (entries.detach()[:, :2].requires_grad_(), torch.rand(8), 0.5)),
+        (scaled_swiglu, (entries.detach()[:, :2], torch.rand(8, requires_grad=True), None)),
+        (
+            scaled_swiglu_backward,
+            (entries.detach()[:, :1], entries.detach()[:, :2], torch.rand(8), 0.5),
+        ),
     ):
         torch.library.opcheck(op, arguments)
 
@@ -137,6 +154,24 @@ def test_kernel_of_selection(sizes, groups, top_groups, top_k):
     got = experts.select_experts(choice.to(DEVICE), top_k, groups, top_groups)
     assert torch.equal(got.cpu(), want)
     assert experts.selects(512, 8) and not experts.selects(96, 8) and not experts.selects(96, 1)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("rows", "width"), [(5, 3), (3, 1500), (130, 16), (0, 4)])
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_kernels_of_swiglu(rows, width, limit):
+    from harts_titan.kernels import experts
+
+    x, grad = torch.randn(rows, 2 * width), torch.randn(rows, width)
+    scale = torch.randn(rows)
+    want = scaled_swiglu(x, scale, limit), *scaled_swiglu_backward(grad, x, scale, limit)
+    x, grad, scale = (y.to(DEVICE) for y in (x, grad, scale))
+    got = (
+        experts.scaled_swiglu(x, scale, limit),
+        *experts.scaled_swiglu_backward(grad, x, scale, limit),
+    )
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
