@@ -34,6 +34,27 @@ class KeyValueInterface(NamedTuple):
     value: Tensor
 
 
+@torch.library.custom_op("harts_titan::rotary_tables", mutates_args=())
+def rotary_tables(
+    position: Tensor, dim: int, theta: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position's angles ``[R, 1, dim / 2]``.
+
+    Opaque to torch.compile, which would compute them again for every element of every head.
+    """
+    # Models are trained with frequencies rounded to float32; a float64 model has them too.
+    exponent = torch.arange(0, dim, 2, dtype=torch.float64, device=position.device)
+    frequency = (theta ** (-exponent / dim)).float().to(dtype)
+    angle = (position.to(dtype).unsqueeze(-1) * frequency).unsqueeze(1)
+    return angle.cos(), angle.sin()
+
+
+@rotary_tables.register_fake
+def _(position: Tensor, dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    shape = (position.shape[0], 1, dim // 2)
+    return position.new_empty(shape, dtype=dtype), position.new_empty(shape, dtype=dtype)
+
+
 class RotaryEmbedding(Module):
     """Rotary position embedding of the first ``dim`` dimensions of a head."""
 
@@ -54,11 +75,7 @@ class RotaryEmbedding(Module):
         """Rotate the heads of each row by its position."""
         config = self.config
         dtype = torch.promote_types(x_RHD.dtype, torch.float32)
-        # Models are trained with frequencies rounded to float32; a float64 model has them too.
-        exponent = torch.arange(0, config.dim, 2, dtype=torch.float64, device=x_RHD.device)
-        frequency = (config.theta ** (-exponent / config.dim)).float().to(dtype)
-        angle = (position_R.to(dtype).unsqueeze(-1) * frequency).unsqueeze(1)
-        cos, sin = angle.cos(), angle.sin()
+        cos, sin = rotary_tables(position_R, config.dim, config.theta, dtype)
         rotary, rest = x_RHD.split([config.dim, x_RHD.shape[-1] - config.dim], dim=-1)
         pairs = rotary.to(dtype).unflatten(-1, (-1, 2) if config.interleaved else (2, -1))
         pair_dim = -1 if config.interleaved else -2
@@ -178,9 +195,9 @@ class LatentAttention(_FullAttention):
         return MLAInterface(latent, k_rope)
 
     def forward(
-        self, hidden_RD: Tensor, plan: BlockPlan, interface: MLAInterface
-    ) -> tuple[Tensor, MLAInterface]:
-        """Return the layer's output ``[R, D]`` and what consumers need."""
+        self, hidden_RD: Tensor, plan: BlockPlan, interface: MLAInterface, *, producer: bool
+    ) -> tuple[Tensor, MLAInterface | None]:
+        """Return the layer's output ``[R, D]`` and, of a producer, what consumers need."""
         query = hidden_RD
         if self.q_down_proj is not None and self.q_norm is not None:
             query = self.q_norm(self.q_down_proj(query))
@@ -200,7 +217,8 @@ class LatentAttention(_FullAttention):
             **self._mask(plan),
         )
         assert isinstance(out_RHV, Tensor)
-        return self._project_out(hidden_RD, out_RHV), MLAInterface(latent, k_rope)
+        produced = MLAInterface(latent, k_rope) if producer else None
+        return self._project_out(hidden_RD, out_RHV), produced
 
 
 class GroupedQueryAttention(_FullAttention):
@@ -240,9 +258,9 @@ class GroupedQueryAttention(_FullAttention):
         return KeyValueInterface(key, value)
 
     def forward(
-        self, hidden_RD: Tensor, plan: BlockPlan, interface: KeyValueInterface
-    ) -> tuple[Tensor, KeyValueInterface]:
-        """Return the layer's output ``[R, D]`` and what consumers need."""
+        self, hidden_RD: Tensor, plan: BlockPlan, interface: KeyValueInterface, *, producer: bool
+    ) -> tuple[Tensor, KeyValueInterface | None]:
+        """Return the layer's output ``[R, D]`` and, of a producer, what consumers need."""
         query, key, value = (
             projection(hidden_RD).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -258,7 +276,8 @@ class GroupedQueryAttention(_FullAttention):
             **self._mask(plan),
         )
         assert isinstance(out_RHV, Tensor)
-        return self._project_out(hidden_RD, out_RHV), KeyValueInterface(key, value)
+        produced = KeyValueInterface(key, value) if producer else None
+        return self._project_out(hidden_RD, out_RHV), produced
 
 
 def choose_attention_blocks(

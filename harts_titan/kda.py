@@ -197,9 +197,9 @@ class DeltaAttention(Module):
         )
 
     def forward(
-        self, hidden_RD: Tensor, plan: BlockPlan, interface: KDAInterface
-    ) -> tuple[Tensor, KDAInterface]:
-        """Return the layer's output ``[R, D]`` and what consumers need."""
+        self, hidden_RD: Tensor, plan: BlockPlan, interface: KDAInterface, *, producer: bool
+    ) -> tuple[Tensor, KDAInterface | None]:
+        """Return the layer's output ``[R, D]`` and, of a producer, what consumers need."""
         config = self.config
         halo = interface.take_rows(plan.halo_index, hidden_RD.dtype)
         projected = [self.q_proj(hidden_RD), self.k_proj(hidden_RD), self.v_proj(hidden_RD)]
@@ -212,6 +212,8 @@ class DeltaAttention(Module):
         out, states = self._recurrence(query, key, value, gate, beta, plan, halo)
         gate_out = self.gate_proj(hidden_RD).unflatten(-1, (-1, config.value_dim))
         hidden_RD = self.o_proj(self.norm(out, gate_out).flatten(-2))
+        if not producer:
+            return hidden_RD, None
         index, dtype = plan.export_halo, hidden_RD.dtype
         taps = torch.cat([take_rows(x, index) for x in projected], dim=-1).to(dtype)
         key, value, gate, beta = (take_rows(x, index).to(dtype) for x in (key, value, gate, beta))

@@ -60,7 +60,10 @@ class ModelOutput(NamedTuple):
 
 
 class HartsBlock(Module):
-    """Decoder block; plain rows, a producer's and a consumer's take the same path."""
+    """Decoder block; plain rows, a producer's and a consumer's take the same path.
+
+    Only a producer's leaves an interface: its gradient would cost plain rows a pass over each part.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -88,19 +91,27 @@ class HartsBlock(Module):
         return LayerInterface(self.attention.empty_interface(dtype, device), moe)
 
     def forward(
-        self, hidden_RD: Tensor, plan: BlockPlan, interface: LayerInterface
-    ) -> tuple[Tensor, LayerInterface, LayerStatistics | None]:
-        """Return the hidden states, what consumers need of them, and the layer's statistics."""
+        self,
+        hidden_RD: Tensor,
+        plan: BlockPlan,
+        interface: LayerInterface,
+        producer: bool = False,
+    ) -> tuple[Tensor, LayerInterface | LayerStatistics | None]:
+        """Return the hidden states and, of a producer, what consumers need of them.
+
+        Otherwise the second result is the statistics of the layer's experts, if it has any.
+        """
         attended, attention = self.attention(
-            self.attention_norm(hidden_RD), plan, interface.attention
+            self.attention_norm(hidden_RD), plan, interface.attention, producer=producer
         )
         hidden_RD = hidden_RD + attended
         normed = self.ffn_norm(hidden_RD)
         if self.moe is None:
             assert self.feed_forward is not None
-            return hidden_RD + self.feed_forward(normed), LayerInterface(attention, ()), None
-        routed, moe, statistics = self.moe(normed, plan, interface.moe)
-        return hidden_RD + routed, LayerInterface(attention, moe), statistics
+            hidden_RD = hidden_RD + self.feed_forward(normed)
+            return hidden_RD, LayerInterface(attention, ()) if producer else None
+        routed, result = self.moe(normed, plan, interface.moe, producer=producer)
+        return hidden_RD + routed, LayerInterface(attention, result) if producer else result
 
 
 class LogprobHead(Linear):
@@ -246,11 +257,11 @@ class HartsModel(BaseModel):
         produced: list[LayerInterface] = []
         statistics: list[LayerStatistics] = []
         for layer, layer_interface in zip(self.layers.values(), interface.layers, strict=True):
-            hidden, layer_produced, layer_statistics = layer(hidden, inputs.plan, layer_interface)
+            hidden, result = layer(hidden, inputs.plan, layer_interface, producer)
             if producer:
-                produced.append(layer_produced)
-            elif layer_statistics is not None:
-                statistics.append(layer_statistics)
+                produced.append(result)
+            elif result is not None:
+                statistics.append(result)
         if self.norm is not None:
             hidden = self.norm(hidden)
         if producer:

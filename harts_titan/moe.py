@@ -215,13 +215,15 @@ class MoE(Module):
         self.expert_bias.add_(update.to(self.expert_bias.dtype))
 
     def forward(
-        self, hidden_RD: Tensor, plan: BlockPlan, interface: MoEInterface
-    ) -> tuple[Tensor, MoEInterface, LayerStatistics]:
-        """Return the layer's output ``[R, D]``, what consumers need, and the statistics."""
+        self, hidden_RD: Tensor, plan: BlockPlan, interface: MoEInterface, *, producer: bool = False
+    ) -> tuple[Tensor, MoEInterface | LayerStatistics]:
+        """Return the layer's output ``[R, D]`` and its statistics, or what consumers need."""
         logits_RE, index_RK, weight_RK = self.router(hidden_RD, self.expert_bias)
         out_RD = self._routed(hidden_RD, index_RK, weight_RK, plan.row_packed >= 0)
         if self.shared_experts is not None:
             out_RD = out_RD + self.shared_experts(hidden_RD)
+        if producer:
+            return out_RD, MoEInterface(logits_RE, index_RK)
         aux = weighted_moe_aux(
             restore_rows(logits_RE, interface.logits, plan),
             restore_rows(index_RK, interface.expert_index, plan),
@@ -235,8 +237,7 @@ class MoE(Module):
             trajectory_length=plan.trajectory_length,
             balance_counts=self.balance_counts if self.balance_scope == "global" else None,
         )
-        statistics = LayerStatistics(aux.z_sum, aux.balance_sum, aux.counts, aux.prob_sum)
-        return out_RD, MoEInterface(logits_RE, index_RK), statistics
+        return out_RD, LayerStatistics(aux.z_sum, aux.balance_sum, aux.counts, aux.prob_sum)
 
     def _routed(
         self, hidden_RD: Tensor, index_RK: Tensor, weight_RK: Tensor, valid_R: Tensor
