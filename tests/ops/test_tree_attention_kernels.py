@@ -175,9 +175,9 @@ def test_fa4_says_what_it_lacks(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     with pytest.raises(ImportError, match=r"pip install 'harts\[fa4\]'"):
         uncached()
-    interface, block_sparsity = types.ModuleType("interface"), types.ModuleType("block_sparsity")
-    interface._flash_attn_fwd = lambda q, k, v, softmax_scale, mask_mod, aux_tensors: None
-    found = {"interface": interface, "block_sparsity": block_sparsity}
+    names = ("interface", "block_sparsity", "flash_bwd_sm90")
+    found: dict = {name: types.ModuleType(name) for name in names}
+    found["interface"]._flash_attn_fwd = lambda q, k, v, softmax_scale, mask_mod: None
     monkeypatch.setattr(fa4.importlib, "import_module", lambda name: found[name.rpartition(".")[2]])
     with pytest.raises(RuntimeError, match=r"9\.9 has another.*_fwd lacks .*block_sparse_tensors"):
         uncached()
@@ -228,14 +228,14 @@ FA4 = {(192, 128): (128, 128, 64, 96), (128, 128): (128, 128, 64, 128)}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("own", [None, slice(1500, None), slice(40, None, 3)])
+@pytest.mark.parametrize("heads, own", [(4, None), (7, slice(1500, None)), (2, slice(40, None, 3))])
 @pytest.mark.parametrize("widths", FA4)
 @pytest.mark.parametrize("backend", ["triton", "fa4"])
-def test_backends_on_large_trees(backend, widths, own):
+def test_backends_on_large_trees(backend, widths, heads, own):
     if backend == "fa4":
         pytest.importorskip("flash_attn.cute")
     plan = gpu_tree(blocks=FA4[widths] if backend == "fa4" else (128,) * 4, own=own)
-    q, k, v, grad = make_inputs(plan, 4, 4, *widths, torch.bfloat16)
+    q, k, v, grad = make_inputs(plan, heads, heads, *widths, torch.bfloat16)
     truth = with_reference(q, k, v, grad, plan, torch.double)
     reference = with_reference(q, k, v, grad, plan, torch.bfloat16)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
