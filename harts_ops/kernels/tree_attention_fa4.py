@@ -26,9 +26,9 @@ _COMMON = {"softmax_scale", "mask_mod", "aux_scalars", "block_sparse_tensors"}
 _FORWARD = {"q", "k", "v", "return_lse", "pack_gqa"} | _COMMON
 _BACKWARD = {"q", "k", "v", "out", "dout", "lse", "deterministic"} | _COMMON
 _LISTS = {"mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", "block_size"}
-# Heads whose backward programs start together at the end; 1 is fa4's own order. On an H200, with all
-# heads in groups of 4, backward took 0.93 and 0.97 of the time on two trees and 1.02 on a deep one,
-# whose heads then share the L2 cache; groups of 8 and 16 lose more there.
+# Heads whose backward programs start together at the end; 1 is fa4's own order. On an H200, with
+# all heads in groups of 4, backward took 0.93 and 0.97 of the time on two trees and 1.02 on a deep
+# one, whose heads then share the L2 cache; groups of 8 and 16 lose more there.
 _BALANCED_HEADS = 4
 _COMPILING = threading.Lock()
 _log = logging.getLogger("harts_ops.tree_attention")
