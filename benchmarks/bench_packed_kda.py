@@ -281,10 +281,10 @@ def floors() -> dict[str, tuple[float, float]]:
         "rescan": (e * (3 * w + b) + e * w + state, 4 * w * w + b * w),
         "reverse_scan": (e * (4 * w + b) + e * w + state, 6 * w * w + b * w),
         "matrix_gradient": (
-            e * (5 * w + b) + 4 * w + state + e * (2 * b + w),
-            2 * w * w + 4 * b * w + 2 * b * b / 3,
+            e * (5 * w + b) + 4 * w + 2 * state + e * (2 * b + 4 * w),
+            6 * w * w + 4 * b * w + 2 * b * b / 3,
         ),
-        "gradient": (e * (5 * w + 3 * b) + 4 * w + 2 * state + 12 * w, 6 * w * w + 5 * b * w),
+        "gradient": (e * (5 * w + 3 * b) + 4 * w + 12 * w, 5 * b * w),
         "row_gradient": (12 * w + 3 * e * w + 3 * e * w, 0.0),
     }
 

@@ -44,12 +44,11 @@ def backward(
         states, delta = launch.rescan(call, prepared, exported_states)
         grad_states, grad_delta, grad_sources = launch.reverse_scan(call, prepared, grad_exported)
         grads = launch.empty_gradients(call)
-        matrices, d_beta, d_v = launch.matrix_gradient(
-            call, prepared, states, delta, grad_delta, grads
-        )
         chunk_states = (states, delta, grad_states, grad_delta)
-        d_q, d_k, d_g = launch.gradient(call, prepared, chunk_states, matrices)
-        del prepared, states, delta, grad_states, grad_delta, chunk_states, matrices
+        parts, d_beta, d_v = launch.matrix_gradient(call, prepared, chunk_states, grads)
+        del states, delta, grad_states, grad_delta, chunk_states
+        d_q, d_k, d_g = launch.gradient(call, prepared, parts)
+        del prepared, parts
         launch.row_gradient(call, grads, (d_q, d_k, d_g, d_beta, d_v))
         launch.source_gradient(call, grads, grad_sources)
     return tuple(grads.values())

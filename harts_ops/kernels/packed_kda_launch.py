@@ -224,16 +224,16 @@ def empty_gradients(call: Call) -> dict[str, Tensor]:
 def matrix_gradient(
     call: Call,
     prepared: Prepared,
-    states: Tensor,
-    delta: Tensor,
-    grad_delta: Tensor,
+    chunk_states: tuple[Tensor, Tensor, Tensor, Tensor],
     grads: dict[str, Tensor],
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
-    """Gradients of the chunks' matrices; packed ones of beta, and of v where rows have several."""
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    """What `gradient` reads; packed gradients of beta, and of v where rows have several entries."""
     inputs = call.inputs
     d_v = call.packed(call.value_width, torch.float32)
     d_own, d_beta = d_v.new_empty(d_v.shape[:2]), d_v.new_empty(d_v.shape[:2])
     matrices = (torch.empty_like(prepared.mix), torch.empty_like(prepared.mix), d_own)
+    d_end = d_v.new_empty(call.num_chunks, call.heads, call.key_width)
+    state_grads = (d_end, *(torch.empty_like(prepared.w) for _ in range(3)))
     if call.num_chunks:
         _gradients._matrix_gradient_kernel[(call.num_chunks * call.heads,)](
             inputs.k,
@@ -247,10 +247,9 @@ def matrix_gradient(
             prepared.decay,
             prepared.row_scale,
             prepared.inverse,
-            states,
-            delta,
-            grad_delta,
+            *chunk_states,
             *matrices,
+            *state_grads,
             d_beta,
             d_v,
             grads["v"],
@@ -264,20 +263,19 @@ def matrix_gradient(
             FENCE=call.fence,
             **call.options["matrix_gradient"],
         )
-    return matrices, d_beta, d_v
+    return (*matrices, *state_grads), d_beta, d_v
 
 
 def gradient(
-    call: Call,
-    prepared: Prepared,
-    chunk_states: tuple[Tensor, Tensor, Tensor, Tensor],
-    matrices: tuple[Tensor, Tensor, Tensor],
+    call: Call, prepared: Prepared, parts: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Packed gradients of q, k and the log decay ``[T, HV, K]``, fp32."""
-    inputs = call.inputs
+    inputs, options = call.inputs, call.options["gradient"]
     d_q = call.packed(call.key_width, torch.float32)
     d_k, d_g = torch.empty_like(d_q), torch.empty_like(d_q)
-    columns = triton.cdiv(call.key_width, call.options["gradient"]["BK"])
+    width, rows = 16 * options["num_warps"], min(inputs.chunk_size, 32)
+    safe = call.halves["SAFE"]
+    columns = triton.cdiv(call.key_width, width)
     if call.num_chunks:
         _gradients._gradient_kernel[(call.num_chunks * call.heads * columns,)](
             inputs.q,
@@ -286,24 +284,24 @@ def gradient(
             inputs.packed_row,
             inputs.cu_seqlens,
             inputs.chunk_indices,
-            prepared.grad_out,
             prepared.decay,
             prepared.row_scale,
-            prepared.inverse,
-            *chunk_states,
-            *matrices,
+            prepared.mix,
+            *parts,
             d_q,
             d_k,
             d_g,
             inputs.q.shape[0],
             call.num_packed,
-            inputs.scale,
             HK=call.key_heads,
             **call.chunk_sizes,
-            **call.halves,
+            R=rows,
+            BK=width,
+            NUM_HALVES=0 if safe else rows.bit_length() - 1,
+            SAFE=safe,
             HAS_HALO=call.has_halo,
-            FENCE=call.fence,
-            **call.options["gradient"],
+            PACK=call.fence,
+            **options,
         )
     return d_q, d_k, d_g
 

@@ -90,10 +90,9 @@ def _destination_kernel(
 
 @triton.jit
 def _unit_gradient(x, grad):
-    """Gradient of x from that of x / |x|."""
-    scale = tl.rsqrt(tl.sum(x * x, 1) + NORM_EPSILON)[:, None]
-    unit = x * scale
-    return scale * (grad - unit * tl.sum(unit * grad, 1)[:, None])
+    """Gradient of x from that of x / |x|, divided by |x| already."""
+    unit = x * tl.rsqrt(tl.sum(x * x, 1) + NORM_EPSILON)[:, None]
+    return grad - unit * tl.sum(unit * grad, 1)[:, None]
 
 
 @triton.jit(do_not_specialize=["num_own", "num_rows"])

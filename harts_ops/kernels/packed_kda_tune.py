@@ -37,7 +37,7 @@ SEARCH: dict[str, dict[str, tuple[int, ...]]] = {
     "rescan": _SCAN,
     "reverse_scan": _SCAN,
     "matrix_gradient": _CHUNK,
-    "gradient": _CHUNK,
+    "gradient": {"num_warps": (1, 2)},  # four would multiply as a group, from narrow tiles
     "row_gradient": {"BR": (4, 8, 16, 32), "num_warps": _WARPS},
 }
 
@@ -197,18 +197,17 @@ def make_stages(args: list[Any]) -> dict[str, Callable[[dict[str, int]], Any]]:
     states, delta = launch.rescan(call, prepared, exported)
     grad_states, grad_delta, _ = launch.reverse_scan(call, prepared, grad_exported)
     grads = launch.empty_gradients(call)
-    local = (prepared, states, delta, grad_delta, grads)
-    matrices, d_beta, d_v = launch.matrix_gradient(call, *local)
     chunk_states = (states, delta, grad_states, grad_delta)
-    packed = (*launch.gradient(call, prepared, chunk_states, matrices), d_beta, d_v)
+    parts, d_beta, d_v = launch.matrix_gradient(call, prepared, chunk_states, grads)
+    packed = (*launch.gradient(call, prepared, parts), d_beta, d_v)
     runs: dict[str, Callable[[Call], Any]] = {
         "prepare": lambda c: launch.prepare(c, scores, inverse, rows),
         "reprepare": lambda c: launch.prepare(c, scores, inverse, rows, grad_out),
         "scan": lambda c: launch.scan(c, prepared, exported, rows, out),
         "rescan": lambda c: launch.rescan(c, prepared, exported),
         "reverse_scan": lambda c: launch.reverse_scan(c, prepared, grad_exported),
-        "matrix_gradient": lambda c: launch.matrix_gradient(c, *local),
-        "gradient": lambda c: launch.gradient(c, prepared, chunk_states, matrices),
+        "matrix_gradient": lambda c: launch.matrix_gradient(c, prepared, chunk_states, grads),
+        "gradient": lambda c: launch.gradient(c, prepared, parts),
         "row_gradient": lambda c: launch.row_gradient(c, grads, packed),
     }
 

@@ -220,6 +220,8 @@ def test_launch_options_are_complete():
         narrowest = {"bfloat16": 64, "float32": 32}[entry["dtype"]]
         for chosen in entry["kernels"].values():
             assert "BK" not in chosen or min(chosen["BK"], chosen["BV"]) >= narrowest
+        # four warps would multiply as a group, from tiles too narrow for that
+        assert entry["kernels"]["gradient"]["num_warps"] < 4
 
 
 @pytest.mark.gpu
