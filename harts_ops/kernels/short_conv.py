@@ -1,8 +1,10 @@
 """CUDA side of the short convolution along tree ancestors.
 
-A program owns a tile of rows and channels. A row's result is built tap by tap in one order wherever
-the row lies, so it is bitwise its own trajectory's. Gradients of rows that several chains read are
-added in the plan's order. Backward evaluates the convolution again for the activation's gradient.
+A program owns rows of some channels and walks along them with the rows before in registers. A
+row's result is built tap by tap in one order wherever the row lies, so it is bitwise its own
+trajectory's. Backward walks likewise, evaluates the convolution again, and adds what a row gives
+to the rows before it; the sums of rows that other chains read are put aside in the compute dtype,
+and a second kernel adds those of all readers in the plan's order.
 """
 
 from typing import Any
@@ -12,12 +14,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 16  # rows
-_GRAD_TILE = 8  # rows; with 16 the kernel that also sums for the weight spills registers
-_CHANNELS = 128
-_PROGRAM = 256  # rows whose weight gradient one program adds up
-_BUFFER = 2**30  # bytes that backward keeps of gradients before the activation
-_SIZES = ["rows"]
+from harts_ops.kernels.short_conv_gradient import backward_kernel, finish_kernel
+from harts_ops.kernels.short_conv_rows import (
+    clear_rows,
+    convolve,
+    find_chain,
+    first_taps,
+    load_rows,
+    load_taps,
+    load_weights,
+    next_chain,
+    shift,
+    sigmoid,
+    store_row,
+)
+
+# Of a program: most rows, rows loaded ahead, bytes of a row in each thread, registers of a thread.
+# Measured on an H200; twice the bytes need registers that hold more warps back.
+_ROWS, _BLOCK, _VECTOR, _REGISTERS = 128, 8, 8, 96
+_GRAD_ROWS, _GRAD_BLOCK, _GRAD_VECTOR, _GRAD_REGISTERS = 256, 4, 8, 128
+_LEAST_ROWS, _PROGRAMS = 32, 4096
+_SUM_CHANNELS, _ADD_CHANNELS = 64, 256
 
 
 def forward(
@@ -27,9 +44,21 @@ def forward(
     y = x.new_empty(x.shape)
     if x.numel() == 0:
         return y
-    tables = _tables(x, conv_cu_seqlens, tap_row)
-    grid = (triton.cdiv(x.shape[0], _TILE), triton.cdiv(x.shape[1], _CHANNELS))
-    _launch(_forward_kernel, grid, (y,), (x, weight, halo, bias), tables, SILU=silu)
+    inputs = _inputs(x, weight, halo, bias, conv_cu_seqlens, tap_row)
+    constants = _constants(x, weight, halo, bias, _VECTOR)
+    blocks = triton.cdiv(x.shape[1], constants["CHANNELS"])
+    program_rows = _program_rows(x.shape[0], blocks, _ROWS)
+    run: Any = _forward_kernel[(triton.cdiv(x.shape[0], program_rows) * blocks,)]
+    with torch.cuda.device_of(x):
+        run(
+            y,
+            *inputs,
+            program_rows,
+            **constants,
+            SILU=silu,
+            BLOCK=_BLOCK,
+            maxnreg=_registers(weight, _REGISTERS),
+        )
     return y
 
 
@@ -38,331 +67,187 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of ``x``, ``weight``, ``halo`` and ``bias``; empty where there is no such input."""
     channels, width = weight.shape
-    rows, all_rows = x.shape[0], x.shape[0] + (0 if halo is None else halo.shape[0])
+    rows, halo_rows = x.shape[0], 0 if halo is None else halo.shape[0]
     grad_x, grad_bias = x.new_empty(x.shape), x.new_empty(0 if bias is None else channels)
-    grad_halo = x.new_empty(0, channels) if halo is None else x.new_empty(halo.shape)
-    if all_rows * channels == 0:
-        return grad_x, weight.new_zeros(weight.shape), grad_halo, grad_bias.zero_()
+    grad_halo, grad_weight = x.new_empty(halo_rows, channels), x.new_empty(weight.shape)
+    if x.numel() == 0:
+        return grad_x, grad_weight.zero_(), grad_halo.zero_(), grad_bias.zero_()
     dtype = torch.promote_types(x.dtype, torch.float32)
-    grad_y, tables = grad_y.contiguous(), _tables(x, conv_cu_seqlens, tap_row)
-    # Gradients of a group of channels before the activation, kept in memory only that long.
-    fitting = _BUFFER // (dtype.itemsize * max(1, rows))
-    group = min(triton.cdiv(max(1, fitting), _CHANNELS) * _CHANNELS, channels)
-    grad = x.new_empty(rows, group, dtype=dtype)
-    grad_tap = x.new_empty(tap_row.numel(), group, dtype=dtype)
-    programs = triton.cdiv(rows, _PROGRAM)
-    partial = x.new_empty(programs, width + 1, channels, dtype=dtype)
-    inputs = (x, weight, halo, bias)
-    for first in range(0, channels, group):
-        blocks = triton.cdiv(min(group, channels - first), _CHANNELS)
-        buffer = (grad, group, first)
-        sizes = {"SILU": silu, "PROGRAM": _PROGRAM, "TILE": _GRAD_TILE}
-        _launch(
-            _grad_kernel, (programs, blocks), (*buffer, grad_y, partial), inputs, tables, **sizes
+    entries, readers = tap_row.numel(), tap_reader.shape[0]
+    # What each entry of tap_row receives, then what rows with readers get from their own chain.
+    aside = x.new_empty(entries + readers, channels, dtype=dtype)
+    constants = _constants(x, weight, halo, bias, _GRAD_VECTOR)
+    blocks = triton.cdiv(channels, constants["CHANNELS"])
+    program_rows = _program_rows(rows, blocks, _GRAD_ROWS)
+    programs = triton.cdiv(rows, program_rows)
+    partial = x.new_empty(programs, width + (bias is not None), channels, dtype=dtype)
+    grad_y = grad_y if grad_y.stride(1) == 1 else grad_y.contiguous()
+    inputs = _inputs(x, weight, halo, bias, conv_cu_seqlens, tap_row)
+    sums = triton.cdiv(channels, _SUM_CHANNELS) * partial.shape[1]
+    added = triton.cdiv(channels, _ADD_CHANNELS) * (readers + halo_rows)
+    run: Any = backward_kernel[(programs * blocks,)]
+    finish: Any = finish_kernel[(sums + added,)]
+    with torch.cuda.device_of(x):
+        run(
+            grad_x,
+            aside,
+            partial,
+            grad_y,
+            grad_y.stride(0),
+            tap_reader_ptr,
+            *inputs,
+            program_rows,
+            **constants,
+            SILU=silu,
+            BLOCK=max(_GRAD_BLOCK, width - 1),
+            maxnreg=_registers(weight, _GRAD_REGISTERS),
         )
-        ends = (conv_cu_seqlens, tap_row.shape[0])
-        grid = (triton.cdiv(tap_row.shape[0], _TILE), blocks)
-        _launch(_grad_tap_kernel, grid, (*buffer, grad_tap, *ends), inputs, tables)
-        outputs = (grad_x, grad_halo, grad_tap, tap_reader_ptr, tap_reader, all_rows)
-        grid = (triton.cdiv(all_rows, _TILE), blocks)
-        _launch(_grad_rows_kernel, grid, (*buffer, *outputs), inputs, tables)
-    total = partial.sum(0)
-    grad_weight = total[:width].T.to(weight.dtype).contiguous()
-    if bias is not None:
-        grad_bias = total[width].to(bias.dtype)
+        finish(
+            grad_weight,
+            grad_bias,
+            partial,
+            programs,
+            grad_x,
+            grad_halo,
+            aside,
+            tap_reader_ptr,
+            tap_reader,
+            inputs[5],
+            conv_cu_seqlens,
+            rows,
+            halo_rows,
+            readers,
+            entries,
+            channels,
+            W=width,
+            BIAS=bias is not None,
+            ACC=constants["ACC"],
+            PROGRAMS=32,
+            SUM_CHANNELS=_SUM_CHANNELS,
+            CHANNELS=_ADD_CHANNELS,
+            BLOCK=16,
+            num_warps=2,
+        )
     return grad_x, grad_weight, grad_halo, grad_bias
 
 
-def _tables(x: Tensor, conv_cu_seqlens: Tensor, tap_row: Tensor) -> tuple[Tensor, ...]:
-    """Of each row its chain, and rows of the chain before it and from it on; the chains' taps."""
-    row = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
-    chain = torch.searchsorted(conv_cu_seqlens, row, right=True, out_int32=True)
-    chain = chain.sub_(1).clamp_(max=tap_row.shape[0] - 1)
-    before = row - conv_cu_seqlens[chain]
-    return chain, before, conv_cu_seqlens[chain + 1] - row, tap_row.contiguous()
+def _program_rows(rows: int, blocks: int, most: int) -> int:
+    """Few enough that a small microbatch still fills the GPU with programs."""
+    return min(most, max(_LEAST_ROWS, triton.cdiv(rows * blocks, _PROGRAMS)))
 
 
-def _launch(
-    kernel: Any,
-    grid: tuple[int, int],
-    outputs: tuple[Any, ...],
-    inputs: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-    tables: tuple[Tensor, ...],
-    **sizes: int,
-) -> None:
-    x, weight, halo, bias = inputs
-    x = x.contiguous()
-    with torch.cuda.device_of(x):
-        kernel[grid](
-            *outputs,
-            x,
-            weight.contiguous(),
-            x if halo is None else halo.contiguous(),
-            x if bias is None else bias.contiguous(),
-            *tables,
-            x.shape[0],
-            x.shape[1],
-            W=weight.shape[1],
-            HALO=halo is not None,
-            BIAS=bias is not None,
-            CHANNELS=_CHANNELS,
-            ACC=tl.float64 if x.dtype == torch.float64 else tl.float32,
-            **({"TILE": _TILE} | sizes),
-            num_warps=4,
-        )
+def _registers(weight: Tensor, count: int) -> int | None:
+    """The compiler alone takes more than helps, but wider windows would not fit."""
+    return count if weight.element_size() == 2 and weight.shape[1] <= 4 else None
+
+
+def _inputs(
+    x: Tensor,
+    weight: Tensor,
+    halo: Tensor | None,
+    bias: Tensor | None,
+    conv_cu_seqlens: Tensor,
+    tap_row: Tensor,
+) -> tuple[Any, ...]:
+    """Arguments of both kernels; rows may lie apart, as in a slice of a wider tensor."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    halo = x if halo is None else halo if halo.stride(1) == 1 else halo.contiguous()
+    return (
+        x,
+        weight.contiguous(),
+        halo,
+        x if bias is None else bias.contiguous(),
+        conv_cu_seqlens,
+        tap_row.contiguous(),
+        x.shape[0],
+        tap_row.shape[0],
+        x.shape[1],
+        x.stride(0),
+        halo.stride(0),
+    )
+
+
+def _constants(
+    x: Tensor, weight: Tensor, halo: Tensor | None, bias: Tensor | None, vector: int
+) -> dict[str, Any]:
+    """Constants of both kernels; a program is one warp with a vector of a row in each thread."""
+    channels = 32 * vector // x.element_size()
+    return {
+        "W": weight.shape[1],
+        "HALO": halo is not None,
+        "BIAS": bias is not None,
+        "EVEN": x.shape[1] % channels == 0,
+        "CHANNELS": channels,
+        "ACC": tl.float64 if x.dtype == torch.float64 else tl.float32,
+        "num_warps": 1,
+    }
 
 
 @triton.jit
-def _append(values, value):
-    return values + (value,)  # noqa: RUF005 (Triton has no unpacking)
+def _activate(y, SILU: tl.constexpr):
+    return y * sigmoid(y) if SILU else y
 
 
-@triton.jit
-def _weights(weight_ptr, channel, along, W: tl.constexpr, ACC: tl.constexpr):
-    """The weight of each tap, as ``[1, channels]``."""
-    weights = ()
-    for w in tl.static_range(W):
-        column = tl.load(weight_ptr + channel * W + w, mask=along, other=0.0).to(ACC)
-        weights = _append(weights, column[None, :])
-    return weights
-
-
-@triton.jit
-def _convolve(
-    row,
-    valid,
-    channel,
-    along,
-    channels,
-    weights,
-    x_ptr,
-    halo_ptr,
-    bias_ptr,
-    chain_ptr,
-    before_ptr,
-    tap_ptr,
-    rows,
-    W: tl.constexpr,
-    HALO: tl.constexpr,
-    BIAS: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    """The convolution of a tile of rows, and the value of each tap; 0 where there is none."""
-    chain = tl.load(chain_ptr + row, mask=valid, other=0)
-    before = tl.load(before_ptr + row, mask=valid, other=0)
-    total = tl.zeros([row.shape[0], channel.shape[0]], ACC)
-    values = ()
-    for w in tl.static_range(W):
-        inside = before >= W - 1 - w
-        tap = tl.load(tap_ptr + chain * (W - 1) + w + before, mask=valid & ~inside, other=-1)
-        source = tl.where(inside, row - (W - 1 - w), tap)
-        own = (valid & (source >= 0) & (source < rows))[:, None] & along[None, :]
-        pointer = x_ptr + source.to(tl.int64)[:, None] * channels + channel[None, :]
-        value = tl.load(pointer, mask=own, other=0.0)
-        if HALO:
-            away = (valid & (source >= rows))[:, None] & along[None, :]
-            source = (source - rows).to(tl.int64)
-            pointer = halo_ptr + source[:, None] * channels + channel[None, :]
-            value = tl.where(away, tl.load(pointer, mask=away, other=0.0), value)
-        value = value.to(ACC)
-        total += value * weights[w]
-        values = _append(values, value)
-    if BIAS:
-        total += tl.load(bias_ptr + channel, mask=along, other=0.0).to(ACC)[None, :]
-    return total, values
-
-
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=["rows", "chains", "program_rows"])
 def _forward_kernel(
     y_ptr,
     x_ptr,
     weight_ptr,
     halo_ptr,
     bias_ptr,
-    chain_ptr,
-    before_ptr,
-    remaining_ptr,
-    tap_ptr,
-    rows,
-    channels,
-    W: tl.constexpr,
-    HALO: tl.constexpr,
-    BIAS: tl.constexpr,
-    TILE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    ACC: tl.constexpr,
-    SILU: tl.constexpr,
-):
-    """A tile of convolved rows; rows after the last chain are padding."""
-    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    along = channel < channels
-    valid = tl.load(remaining_ptr + row, mask=row < rows, other=0) > 0
-    weights = _weights(weight_ptr, channel, along, W, ACC)
-    y, _ = _convolve(
-        row, valid, channel, along, channels, weights, x_ptr, halo_ptr, bias_ptr, chain_ptr,
-        before_ptr, tap_ptr, rows, W, HALO, BIAS, ACC,
-    )  # fmt: skip
-    if SILU:
-        y = y / (1.0 + tl.exp(-y))
-    y = tl.where(valid[:, None], y, 0.0)
-    pointer = y_ptr + row.to(tl.int64)[:, None] * channels + channel[None, :]
-    inside = (row < rows)[:, None] & along[None, :]
-    tl.store(pointer, y.to(y_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=_SIZES)
-def _grad_kernel(
-    grad_ptr,
-    group,
-    first,
-    grad_y_ptr,
-    partial_ptr,
-    x_ptr,
-    weight_ptr,
-    halo_ptr,
-    bias_ptr,
-    chain_ptr,
-    before_ptr,
-    remaining_ptr,
-    tap_ptr,
-    rows,
-    channels,
-    W: tl.constexpr,
-    HALO: tl.constexpr,
-    BIAS: tl.constexpr,
-    TILE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    ACC: tl.constexpr,
-    SILU: tl.constexpr,
-    PROGRAM: tl.constexpr,
-):
-    """Gradient before the activation of PROGRAM rows, and what they add to weight and bias."""
-    inner = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    channel = first + inner
-    along = (channel < channels) & (inner < group)
-    weights = _weights(weight_ptr, channel, along, W, ACC)
-    sums = (tl.zeros([TILE, CHANNELS], ACC),) * (W + 1)
-    for i in tl.range(0, PROGRAM // TILE):
-        row = tl.program_id(0) * PROGRAM + i * TILE + tl.arange(0, TILE)
-        valid = tl.load(remaining_ptr + row, mask=row < rows, other=0) > 0
-        pre, values = _convolve(
-            row, valid, channel, along, channels, weights, x_ptr, halo_ptr, bias_ptr, chain_ptr,
-            before_ptr, tap_ptr, rows, W, HALO, BIAS, ACC,
-        )  # fmt: skip
-        position = row.to(tl.int64)[:, None] * channels + channel[None, :]
-        inside = valid[:, None] & along[None, :]
-        grad = tl.load(grad_y_ptr + position, mask=inside, other=0.0).to(ACC)
-        if SILU:
-            sigmoid = 1.0 / (1.0 + tl.exp(-pre))
-            grad *= sigmoid * (1.0 + pre * (1.0 - sigmoid))
-        position = row.to(tl.int64)[:, None] * group + inner[None, :]
-        tl.store(grad_ptr + position, grad, mask=(row < rows)[:, None] & along[None, :])
-        added = ()
-        for w in tl.static_range(W):
-            added = _append(added, sums[w] + grad * values[w])
-        sums = _append(added, sums[W] + grad)
-    for w in tl.static_range(W + 1):
-        line = tl.program_id(0).to(tl.int64) * (W + 1) + w
-        tl.store(partial_ptr + line * channels + channel, tl.sum(sums[w], axis=0), mask=along)
-
-
-@triton.jit(do_not_specialize=[*_SIZES, "chains"])
-def _grad_tap_kernel(
-    grad_ptr,
-    group,
-    first,
-    grad_tap_ptr,
     start_ptr,
+    tap_ptr,
+    rows,
     chains,
-    x_ptr,
-    weight_ptr,
-    halo_ptr,
-    bias_ptr,
-    chain_ptr,
-    before_ptr,
-    remaining_ptr,
-    tap_ptr,
-    rows,
     channels,
+    x_stride,
+    halo_stride,
+    program_rows,
     W: tl.constexpr,
     HALO: tl.constexpr,
     BIAS: tl.constexpr,
-    TILE: tl.constexpr,
+    EVEN: tl.constexpr,
     CHANNELS: tl.constexpr,
     ACC: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """What the rows before a tile of chains receive from the chains' first rows."""
-    chain = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inner = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    along = (first + inner < channels) & (inner < group)
-    real = chain < chains
-    start = tl.load(start_ptr + chain, mask=real, other=0)
-    end = tl.load(start_ptr + chain + 1, mask=real, other=0)
-    weights = _weights(weight_ptr, first + inner, along, W, ACC)
-    for j in tl.static_range(W - 1):
-        total = tl.zeros([TILE, CHANNELS], ACC)
-        for later in tl.static_range(j + 1):
-            row = start + later
-            position = row.to(tl.int64)[:, None] * group + inner[None, :]
-            inside = (row < end)[:, None] & along[None, :]
-            total += tl.load(grad_ptr + position, mask=inside, other=0.0) * weights[j - later]
-        position = (chain.to(tl.int64) * (W - 1) + j)[:, None] * group + inner[None, :]
-        tl.store(grad_tap_ptr + position, total, mask=real[:, None] & along[None, :])
-
-
-@triton.jit(do_not_specialize=[*_SIZES, "all_rows"])
-def _grad_rows_kernel(
-    grad_ptr,
-    group,
-    first,
-    grad_x_ptr,
-    grad_halo_ptr,
-    grad_tap_ptr,
-    reader_start_ptr,
-    reader_ptr,
-    all_rows,
-    x_ptr,
-    weight_ptr,
-    halo_ptr,
-    bias_ptr,
-    chain_ptr,
-    before_ptr,
-    remaining_ptr,
-    tap_ptr,
-    rows,
-    channels,
-    W: tl.constexpr,
-    HALO: tl.constexpr,
-    BIAS: tl.constexpr,
-    TILE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    """Gradients of a tile of rows, own ones and then halo rows."""
-    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inner = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    channel = first + inner
-    along = (channel < channels) & (inner < group)
-    remaining = tl.load(remaining_ptr + row, mask=row < rows, other=0)
-    weights = _weights(weight_ptr, channel, along, W, ACC)
-    total = tl.zeros([TILE, CHANNELS], ACC)
-    for distance in tl.static_range(W):
-        inside = (distance < remaining)[:, None] & along[None, :]
-        position = (row + distance).to(tl.int64)[:, None] * group + inner[None, :]
-        later = tl.load(grad_ptr + position, mask=inside, other=0.0)
-        total += later * weights[W - 1 - distance]
-    before = tl.load(reader_start_ptr + row, mask=row < all_rows, other=0)
-    count = tl.load(reader_start_ptr + row + 1, mask=row < all_rows, other=0) - before
-    for reader in tl.range(0, tl.max(count, axis=0)):
-        reads = reader < count
-        entry = tl.load(reader_ptr + before + reader, mask=reads, other=0).to(tl.int64)
-        pointer = grad_tap_ptr + entry[:, None] * group + inner[None, :]
-        total += tl.load(pointer, mask=reads[:, None] & along[None, :], other=0.0)
-    value = total.to(grad_x_ptr.dtype.element_ty)
-    position = row.to(tl.int64)[:, None] * channels + channel[None, :]
-    tl.store(grad_x_ptr + position, value, mask=(row < rows)[:, None] & along[None, :])
-    if HALO:
-        away = ((row >= rows) & (row < all_rows))[:, None] & along[None, :]
-        position = (row - rows).to(tl.int64)[:, None] * channels + channel[None, :]
-        tl.store(grad_halo_ptr + position, value, mask=away)
+    """Some convolved rows of CHANNELS channels; rows after the last chain are padding."""
+    blocks = tl.cdiv(channels, CHANNELS)
+    first = (tl.program_id(0) // blocks) * program_rows
+    limit = tl.minimum(first + program_rows, rows)
+    channel = (tl.program_id(0) % blocks) * CHANNELS + tl.arange(0, CHANNELS)
+    # Loads that need no search come first, and a block's loads before the block before it.
+    later = load_rows(x_ptr, first, limit, x_stride, channel, channels, BLOCK, EVEN)
+    near = load_rows(x_ptr, first - (W - 1), first, x_stride, channel, channels, W - 1, EVEN)
+    weights, bias = load_weights(weight_ptr, bias_ptr, channel, channels, W, BIAS, ACC)
+    source = (x_ptr, x_stride, halo_ptr, halo_stride, tap_ptr, rows, channels)
+    chain = find_chain(start_ptr, chains, first)
+    start = tl.load(start_ptr + chain)
+    end = tl.load(start_ptr + chain + 1)
+    last = tl.minimum(tl.load(start_ptr + chains), limit)
+    window = first_taps(near, first, start, chain, channel, source, W, HALO, ACC)
+    row = first
+    while row < last:
+        if row == end:
+            chain, end = next_chain(start_ptr, chain, end, row)
+            window = load_taps(row, row, chain, channel, source, W, HALO, ACC)
+        count = tl.minimum(BLOCK, tl.minimum(end, last) - row)
+        y_row_ptr = y_ptr + row.to(tl.int64) * channels
+        lines = later
+        row += count
+        later = load_rows(x_ptr, row, limit, x_stride, channel, channels, BLOCK, EVEN)
+        if count == BLOCK:
+            for k in tl.static_range(BLOCK):
+                value = lines[k].to(ACC)
+                y = _activate(convolve(window, value, weights, bias, W, BIAS), SILU)
+                store_row(y_row_ptr, k, channel, channels, y, EVEN)
+                window = shift(window, value, W)
+        else:
+            for k in tl.static_range(BLOCK - 1):
+                if k < count:
+                    value = lines[k].to(ACC)
+                    y = _activate(convolve(window, value, weights, bias, W, BIAS), SILU)
+                    store_row(y_row_ptr, k, channel, channels, y, EVEN)
+                    window = shift(window, value, W)
+    clear_rows(y_ptr, tl.maximum(first, last), limit, channel, channels, CHANNELS, EVEN)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,7 +53,20 @@ def make_arguments(plan, halo, channels, dtype, bias=True, silu=True):
     return (x, weight, halo, offset if bias else None, *tables, silu), grad
 
 
+def random_forest(rows, seed=0):
+    """Every third row starts a chain, so that chains of one to a few rows cross every program."""
+    rng = np.random.default_rng(seed)
+    tree = RowTree()
+    for row in range(rows):
+        far = int(rng.integers(-1, row)) if row else -1
+        tree.parent.append(row - 1 if rng.random() < 0.7 else far)
+    return tree
+
+
 PLANS = {
+    "short chains": random_forest(40).short_conv(own_padding=3),
+    "short chains of a consumer": random_forest(50).short_conv(range(10, 50)),
+    "many readers": RowTree([-1, 0, 1] + [2] * 20).short_conv(),
     "all rows": sample_tree(padding=3).short_conv(),
     "consumer": sample_tree().short_conv(OWN, own_padding=2),
     "three taps": sample_tree().short_conv(OWN, taps=2),
@@ -61,13 +75,19 @@ PLANS = {
 }
 
 
+def set_rows(monkeypatch, rows):
+    """Rows of a program, few so that several programs share a small tree."""
+    for name in ("_ROWS", "_GRAD_ROWS"):
+        monkeypatch.setattr(kernels, name, rows)
+
+
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", [(5, True, True), (130, False, True), (5, True, False)])
 @pytest.mark.parametrize("name", PLANS)
 def test_equals_the_eager_body(name, options, dtype, monkeypatch):
     channels, bias, silu = options
-    monkeypatch.setattr(kernels, "_BUFFER", 1)  # 128 channels at a time
+    set_rows(monkeypatch, 16)
     arguments, grad = make_arguments(*PLANS[name], channels, dtype, bias, silu)
     on_cpu = [x.cpu() if isinstance(x, torch.Tensor) else x for x in arguments]
     torch.testing.assert_close(kernels.forward(*arguments).cpu(), tree_short_conv_op(*on_cpu))
@@ -89,6 +109,45 @@ def test_a_row_is_bitwise_what_its_own_trajectory_gives(name):
         alone = [plan[name].to(DEVICE) for name in TREE_SHORT_CONV_PLAN]
         expected = kernels.forward(x[path], weight, halo, bias, *alone, True)
         torch.testing.assert_close(y[path], expected, rtol=0, atol=0)
+
+
+@needs_kernels
+def test_chains_are_found_among_many():
+    arguments, _ = make_arguments(*random_forest(600).short_conv(), 2, torch.double)
+    assert len(arguments[4]) > 129
+    on_cpu = [x.cpu() if isinstance(x, torch.Tensor) else x for x in arguments]
+    torch.testing.assert_close(kernels.forward(*arguments).cpu(), tree_short_conv_op(*on_cpu))
+
+
+@needs_kernels
+def test_the_rows_of_a_program_do_not_matter(monkeypatch):
+    arguments, grad = make_arguments(*PLANS["short chains"], 5, torch.float)
+    found = []
+    for rows in (8, 16, 256):
+        set_rows(monkeypatch, rows)
+        found.append((kernels.forward(*arguments), *kernels.backward(grad, *arguments)[::2]))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=0)
+
+
+@needs_kernels
+def test_rows_may_lie_apart():
+    """As slices of wider tensors; also transposed ones, whose channels lie apart."""
+    (x, weight, halo, bias, *rest), grad = make_arguments(*PLANS["consumer"], 6, torch.float)
+
+    def sliced(y):
+        return y.repeat(1, 3)[:, y.shape[1] : 2 * y.shape[1]]
+
+    def transposed(y):
+        return y.T.contiguous().T
+
+    need = kernels.forward(x, weight, halo, bias, *rest)
+    need_grads = kernels.backward(grad, x, weight, halo, bias, *rest)
+    for apart in (sliced, transposed):
+        inputs = (apart(x), apart(weight), apart(halo), bias, *rest)
+        torch.testing.assert_close(kernels.forward(*inputs), need, rtol=0, atol=0)
+        grads = kernels.backward(apart(grad), *inputs)
+        torch.testing.assert_close(grads, need_grads, rtol=0, atol=0)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,225 @@
+"""Short convolution over a tree on one GPU, against copying the rows and fla's convolution.
+
+Not a pytest-benchmark file: everything is timed in one process, so that ratios share one clock.
+fla's causal_conv1d takes the tree's chains as sequences of their own: the same rows and bytes, but
+without the ancestors' taps, which it would need as copied states. Its Triton kernels measure their
+configurations on first use (``--fla-configs`` keeps only some of them); its Gluon kernels are not
+its default and have none.
+
+    python -m benchmarks.bench_short_conv --out benchmarks/results/short_conv.json
+"""
+
+import argparse
+import datetime
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.shapes import branching_rollouts, microbatch
+from harts_ops import TREE_SHORT_CONV_PLAN, tree_short_conv
+
+ROWS, WIDTHS, TAPS = 65_536, (2_048, 6_144), 4
+LEAVES = {"chains_300": 300, "chains_4000": 4_000}
+
+Plan = dict[str, Tensor]
+Run = Callable[[Tensor, Tensor], Tensor]
+
+
+@functools.cache
+def make_plan(leaves: int, rows: int = ROWS) -> tuple[Plan, int]:
+    """The plan of a tree that nearly fills so many rows, and its rows."""
+    arrays = microbatch(branching_rollouts(leaves, rows), rows).arrays()
+    plan = {name: torch.from_numpy(arrays[name]).cuda() for name in TREE_SHORT_CONV_PLAN}
+    return plan, len(arrays["row_packed"])
+
+
+def ours(plan: Plan, rows: int, width: int) -> Run:
+    # As in the model: halo rows are always given, and without a producer nobody reads them.
+    halo_rows = plan["tap_reader_ptr"].shape[0] - 1 - rows
+    halo = torch.zeros(halo_rows, width, device="cuda", dtype=torch.bfloat16)
+    return lambda x, weight: tree_short_conv(x, weight, halo=halo, **plan)
+
+
+def fla(plan: Plan, gluon: bool) -> Run:
+    from fla.modules.causal_conv1d import causal_conv1d
+    from fla.ops.utils import prepare_chunk_indices
+
+    cu_seqlens = plan["conv_cu_seqlens"].unique().long()
+    chunk_indices = prepare_chunk_indices(cu_seqlens, 64)
+
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        os.environ["FLA_CONV_GLUON"] = str(int(gluon))
+        return causal_conv1d(
+            x[None],
+            weight,
+            activation="silu",
+            cu_seqlens=cu_seqlens,
+            chunk_indices=chunk_indices,
+        )[0][0]
+
+    return run
+
+
+def milliseconds(call: Callable[[], object], repeats: int = 5, calls: int = 5) -> float:
+    """Median time of a call, from device events around ``calls`` of them back to back."""
+    call()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / calls)
+    return statistics.median(times)
+
+
+def measure(run: Run, rows: int, width: int) -> dict[str, float]:
+    """Milliseconds of forward and of backward alone."""
+    rng = torch.Generator("cuda").manual_seed(0)
+    x, weight, grad = (
+        torch.randn(shape, generator=rng, device="cuda").bfloat16()
+        for shape in ((rows, width), (width, TAPS), (rows, width))
+    )
+    with torch.no_grad():
+        forward = milliseconds(lambda: run(x, weight))
+    leaves = (x.requires_grad_(), weight.requires_grad_())
+    y = run(*leaves)
+    backward = milliseconds(lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True))
+    return {"forward_ms": forward, "backward_ms": backward}
+
+
+def floors(rows: int, width: int) -> dict[str, float]:
+    """A copy moves as many bytes as forward; backward reads two tensors and writes one."""
+    rng = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(rows, width, generator=rng, device="cuda").bfloat16()
+    y = torch.empty_like(x)
+    copy = milliseconds(lambda: y.copy_(x))
+    return {"forward_ms": copy, "backward_ms": 1.5 * copy}
+
+
+def bench(leaves: int, width: int, peers: bool) -> dict[str, Any]:
+    plan, rows = make_plan(leaves)
+    chains = int((np.diff(plan["conv_cu_seqlens"].cpu().numpy()) > 0).sum())
+    found: dict[str, Any] = {"rows": rows, "chains": chains, "floor": floors(rows, width)}
+    runs: dict[str, Callable[[], Run]] = {"ours": lambda: ours(plan, rows, width)}
+    if peers and importlib.util.find_spec("fla"):
+        runs["fla_triton"] = lambda: fla(plan, gluon=False)
+        runs["fla_gluon"] = lambda: fla(plan, gluon=True)
+    for name, make in runs.items():
+        try:
+            found[name] = measure(make(), rows, width)
+        except Exception as error:  # a peer may not run on this machine
+            if name == "ours":
+                raise
+            found[name] = {"error": repr(error)[:200]}
+        print(leaves, width, name, json.dumps(found[name]), flush=True)
+    return found
+
+
+def bench_small(width: int) -> dict[str, float]:
+    """Few rows: microseconds of the host for a call, and launches, forward and backward."""
+    plan, rows = make_plan(8, 2_048)
+    run = ours(plan, rows, width)
+    x = torch.randn(rows, width, device="cuda").bfloat16().requires_grad_()
+    weight = torch.randn(width, TAPS, device="cuda").bfloat16().requires_grad_()
+    y = run(x, weight)
+    grad = torch.ones_like(y)
+    calls = {
+        "forward": lambda: run(x, weight),
+        "backward": lambda: torch.autograd.grad(y, (x, weight), grad, retain_graph=True),
+    }
+    found = {}
+    for name, call in calls.items():
+        call()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(50):
+            call()
+        found[f"{name}_host_us"] = (time.perf_counter() - start) * 2e4
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profiler:
+            call()
+            torch.cuda.synchronize()
+        on_gpu = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        found[f"{name}_launches"] = len(on_gpu)
+    return found
+
+
+def environment() -> dict[str, Any]:
+    versions = {}
+    for package in ("torch", "triton", "fla-core"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    return {
+        "device": torch.cuda.get_device_name(),
+        "versions": versions,
+        "date": datetime.date.today().isoformat(),
+        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
+        "command": "python -m benchmarks.bench_short_conv " + " ".join(sys.argv[1:]),
+    }
+
+
+def keep_few_configurations(count: int) -> None:
+    """Let Triton's autotuner measure at most so many configurations, spread over the list."""
+    from triton.runtime.autotuner import Autotuner
+
+    made = Autotuner.__init__
+
+    def init(self: Any, fn: Any, arg_names: Any, configs: Any, *rest: Any, **named: Any) -> None:
+        configs = list(configs)[:: max(1, len(configs) // count)][:count]
+        made(self, fn, arg_names, configs, *rest, **named)
+
+    Autotuner.__init__ = init
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    parser.add_argument("--commit", help="commit to record, where git does not know it")
+    parser.add_argument("--fla-configs", type=int, help="configurations that fla may measure")
+    parser.add_argument("--no-peers", action="store_true", help="measure only this package")
+    options = parser.parse_args()
+    # fla reads it when it is imported; without its dispatch there are no Gluon kernels.
+    os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "0"
+    if options.fla_configs:
+        keep_few_configurations(options.fla_configs)
+    shapes: dict[str, Any] = {}
+    for name, leaves in LEAVES.items():
+        # fla is compared on the tree of longer chains, which suit it better.
+        peers = name == "chains_300" and not options.no_peers
+        for width in WIDTHS:
+            shapes[f"{name}_width_{width}"] = bench(leaves, width, peers)
+    result = environment() | {"shapes": shapes, "small": bench_small(WIDTHS[0])}
+    if options.commit:
+        result["commit"] = options.commit
+    result["ratios"] = {
+        f"{name}_{part}_vs_floor": found["ours"][f"{part}_ms"] / found["floor"][f"{part}_ms"]
+        for name, found in shapes.items()
+        for part in ("forward", "backward")
+    }
+    text = json.dumps(result, indent=1)
+    print(text)
+    if options.out:
+        options.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
