@@ -1,8 +1,9 @@
-"""CUDA side of `compact_logprob`: cuBLAS products of bounded size, and Triton kernels around them.
+"""CUDA side of `compact_logprob`: products of bounded size, and Triton kernels around them.
 
-Both directions take vocabulary tiles over all rows. A tile's weight gradient is then one product
-that sums all rows in fp32 and is rounded once; the gradient of the rows is summed over the tiles in
-fp32. Only kernels that read and write once stand between the products, and nothing is added by
+On Hopper a Triton kernel multiplies rows with tokens and keeps only the statistics of a row, or the
+gradients of a tile; elsewhere, and for fp32 and fp64, cuBLAS multiplies. Backward takes vocabulary
+tiles over all rows: a tile's weight gradient is then one product that sums all rows in fp32 and is
+rounded once; the gradient of the rows is summed over the tiles in fp32. Nothing is added by
 atomics: equal inputs give equal bits.
 """
 
@@ -15,11 +16,13 @@ import torch
 import triton
 from torch import Tensor
 
+from harts_ops.kernels import _logprob_hopper as hopper
 from harts_ops.kernels import _logprob_triton as kernels
 from harts_ops.logprob import read_logits
 
 MIB = 1 << 20
-# Scratch: a tile's products in fp32 (forward), and in the dtype of the rows (backward).
+# Scratch: a tile's products in fp32 or the statistics of rows (forward), and a tile's products in
+# the dtype of the rows (backward).
 FORWARD_BYTES, BACKWARD_BYTES = 1024 * MIB, 352 * MIB
 MAX_TILE = 16384
 PART = 4096  # tokens that one program of the forward kernel reads
@@ -37,7 +40,7 @@ def forward(
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Label logits ``[S]`` (less lse if ``normalize``), lse and entropy ``[C]``."""
-    rows_MD = _rows(hidden, target_row)
+    rows_MD, weight = _rows(hidden, target_row), weight.contiguous()
     num_rows, vocab = rows_MD.shape[0], weight.shape[0]
     local, column, lost = read_logits(
         row, label, target_row, hidden.shape[0], vocab, vocab_start, normalize
@@ -45,29 +48,54 @@ def forward(
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     label_logit = torch.zeros(label.shape, dtype=dtype, device=hidden.device)
     options, has_softcap = _options(temperature, softcap, label_logit), softcap is not None
-    tile = _forward_tile(num_rows, vocab, FORWARD_BYTES // dtype.itemsize)
+    lse_M, entropy_M = _row_statistics(rows_MD, weight, options, has_softcap)
+    sizes = (label.shape[0], weight.shape[1], has_softcap)
+    arguments = (rows_MD, weight, options, local, column, label_logit, *sizes)
+    grid = (triton.cdiv(label.shape[0], 16),)
+    _launch(kernels._label_logit_kernel, grid, arguments, BLOCK_S=16, BLOCK_D=128)
+    if normalize and num_rows:
+        # Summed in another order, the logit of a certain label can exceed the log-sum-exp.
+        label_logit = (label_logit - lse_M[local.clamp(min=0)].where(local >= 0, 0)).clamp_(max=0)
+    label_logit.masked_fill_(lost, torch.nan)
+    lse, entropy = (_scatter(x, hidden.shape[0], target_row) for x in (lse_M, entropy_M))
+    return label_logit, lse, entropy
+
+
+def _row_statistics(
+    rows_MD: Tensor, weight: Tensor, options: Tensor, has_softcap: bool
+) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp and entropy of each row."""
+    num_rows, measure = rows_MD.shape[0], _measure_parts
+    lse_M, entropy_M = (options.new_zeros(num_rows) for _ in range(2))
+    step = max(num_rows, 1)
+    if hopper.supports(rows_MD, weight):
+        measure, step = hopper.measure_parts, hopper.rows_at_once(weight.shape[0], FORWARD_BYTES)
+    for first in range(0, num_rows, step):
+        rows = slice(first, first + step)
+        parts = measure(rows_MD[rows], weight, options, has_softcap)
+        arguments = (parts, lse_M[rows], entropy_M[rows], *parts.shape[1:])
+        grid = (triton.cdiv(parts.shape[2], 64),)
+        _launch(kernels._combine_kernel, grid, arguments, BLOCK_P=8, BLOCK_M=64)
+    return lse_M, entropy_M
+
+
+def _measure_parts(rows_MD: Tensor, weight: Tensor, options: Tensor, has_softcap: bool) -> Tensor:
+    """Largest logit, sum and first moment above it, of each row's parts of the vocabulary."""
+    num_rows, vocab = rows_MD.shape[0], weight.shape[0]
+    tile = _forward_tile(num_rows, vocab, FORWARD_BYTES // options.element_size())
     splits = triton.cdiv(tile, PART)
-    parts = label_logit.new_zeros(3, triton.cdiv(vocab, tile) * splits, num_rows)
+    parts = options.new_zeros(3, triton.cdiv(vocab, tile) * splits, num_rows)
     parts[0] = -1e30
-    product = label_logit.new_empty(num_rows, tile)
+    product = options.new_empty(num_rows, tile)
     for index, start in enumerate(range(0, vocab if num_rows else 0, tile)):
         product_MV = product[:, : vocab - start]
         width = product_MV.shape[1]
         _multiply(rows_MD, weight[start : start + width].T, product_MV)
-        source = (product_MV, tile, options)
         sizes = (parts.shape[1], index * splits, width, num_rows, has_softcap)
+        arguments = (product_MV, tile, options, parts, *sizes)
         grid = (num_rows, triton.cdiv(width, PART))
-        blocks = {"BLOCK": PART, "num_warps": 8}
-        _launch(kernels._row_statistics_kernel, grid, (*source, parts, *sizes), **blocks)
-        positions = (local, column, label_logit, label.shape[0], start, width, has_softcap)
-        grid = (triton.cdiv(label.shape[0], 256),)
-        _launch(kernels._label_logit_kernel, grid, (*source, *positions), BLOCK=256)
-    lse_M, entropy_M = _combine(*parts)
-    if normalize and num_rows:
-        label_logit -= lse_M[local.clamp(min=0)].where(local >= 0, 0)
-    label_logit.masked_fill_(lost, torch.nan)
-    lse, entropy = (_scatter(x, hidden.shape[0], target_row) for x in (lse_M, entropy_M))
-    return label_logit, lse, entropy
+        _launch(kernels._row_statistics_kernel, grid, arguments, BLOCK=PART, num_warps=8)
+    return parts
 
 
 def backward(
@@ -89,7 +117,7 @@ def backward(
     need_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``hidden`` and ``weight``; one that is not needed is empty, ``[0]``."""
-    rows_MD = _rows(hidden, target_row)
+    rows_MD, weight = _rows(hidden, target_row), weight.contiguous()
     num_rows, vocab = rows_MD.shape[0], weight.shape[0]
     local, column, _ = read_logits(
         row, label, target_row, hidden.shape[0], vocab, vocab_start, normalize
@@ -126,28 +154,45 @@ def _add_tiles(
     num_rows, vocab = rows_MD.shape[0], weight.shape[0]
     elements = BACKWARD_BYTES // rows_MD.element_size()
     tile = _backward_tile(num_rows, vocab, elements, rows_MD)
-    buffer, run_out = rows_MD.new_empty(tile, num_rows), torch.empty_like(runs[-1])
+    fused = hopper.supports(rows_MD, weight)
+    buffer = rows_MD.new_empty(num_rows * triton.cdiv(tile, 8) * 8)
     weight_tile = grad_rows.new_empty((tile, weight.shape[1]) if grad_weight.numel() else 0)
-    minus_center = -terms[1]
+    run_row, run_column, run_grad = runs
+    run_out, count = torch.empty_like(run_grad), run_grad.shape[0]
+    options, _, *rest = terms
+    arguments = (rows_MD, weight, options, *rest, *runs, run_out, count, weight.shape[1])
+    grid, blocks = (triton.cdiv(count, 16),), {"BLOCK_S": 16, "BLOCK_D": 128}
+    _launch(kernels._label_gradient_kernel, grid, (*arguments, has_softcap), **blocks)
     for start in range(0, vocab if num_rows else 0, tile):
         weight_VD = weight[start : start + tile]
         width = weight_VD.shape[0]
-        # Less a centre near the row's largest, a product keeps its precision in 16 bits.
-        grad_VM = torch.addmm(minus_center, weight_VD, rows_MD.T, out=buffer[:width])
-        sizes = (run_out.shape[0], start, width, num_rows)
-        grid = (triton.cdiv(run_out.shape[0], 256),)
-        arguments = (grad_VM, *terms, *runs, run_out, *sizes, has_softcap)
-        _launch(kernels._label_gradient_kernel, grid, arguments, BLOCK=256)
-        blocks = {"BLOCK_V": 32, "BLOCK_M": 256, "num_warps": 8}
-        tokens_rows = (triton.cdiv(width, 32), triton.cdiv(num_rows, 256))
-        arguments = (grad_VM, *terms, width, num_rows, has_softcap)
-        _launch(kernels._softmax_gradient_kernel, tokens_rows, arguments, **blocks)
-        _launch(kernels._scatter_kernel, grid, (grad_VM, *runs[:2], run_out, *sizes), BLOCK=256)
+        if fused:
+            grad_MV = buffer.view(num_rows, -1)[:, :width]
+            hopper.write_gradients(rows_MD, weight_VD, (options, *rest), has_softcap, grad_MV)
+        else:
+            grad_MV = _write_gradients(rows_MD, weight_VD, terms, has_softcap, buffer).T
+        arguments = (grad_MV, *grad_MV.stride(), run_row, run_column, run_out, count, start, width)
+        _launch(kernels._scatter_kernel, (triton.cdiv(count, 256),), arguments, BLOCK=256)
         if grad_rows.numel():
-            _multiply(grad_VM.T, weight_VD, grad_rows, add=True)
+            _multiply(grad_MV, weight_VD, grad_rows, add=True)
         if grad_weight.numel():
-            product = _multiply(grad_VM, rows_MD, weight_tile[:width])
+            product = _multiply(grad_MV.T, rows_MD, weight_tile[:width])
             grad_weight[start : start + width] = product
+
+
+def _write_gradients(
+    rows_MD: Tensor, weight: Tensor, terms: tuple[Tensor, ...], has_softcap: bool, buffer: Tensor
+) -> Tensor:
+    """The softmax part of the products' gradients ``[V, M]``, in ``buffer``."""
+    width, num_rows = weight.shape[0], rows_MD.shape[0]
+    out = buffer[: width * num_rows].view(width, num_rows)
+    # Less a centre near the row's largest, a product keeps its precision in 16 bits.
+    grad_VM = torch.addmm(-terms[1], weight, rows_MD.T, out=out)
+    grid = (triton.cdiv(width, 32), triton.cdiv(num_rows, 256))
+    blocks = {"BLOCK_V": 32, "BLOCK_M": 256, "num_warps": 8}
+    arguments = (grad_VM, *terms, width, num_rows, has_softcap)
+    _launch(kernels._softmax_gradient_kernel, grid, arguments, **blocks)
+    return grad_VM
 
 
 def _sum_positions(
@@ -180,16 +225,6 @@ def _segment_sum(values: Tensor, order: Tensor, ptr: Tensor) -> Tensor:
     arguments = (values.contiguous(), order, ptr, out)
     _launch(kernels._segment_sum_kernel, (out.shape[0],), arguments, BLOCK=64, num_warps=1)
     return out
-
-
-def _combine(top: Tensor, total: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp and entropy of rows from the statistics of their parts ``[P, M]``."""
-    row_top = top.amax(0)
-    fall = top - row_top
-    decay = fall.exp()
-    row_total = (total * decay).sum(0)
-    log_total = row_total.log()
-    return row_top + log_total, log_total - ((moment + total * fall) * decay).sum(0) / row_total
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], **meta: int) -> None:
@@ -256,9 +291,7 @@ def _backward_tile(num_rows: int, vocab: int, elements: int, like: Tensor) -> in
     The tile's weight gradient, cut into the 128 x 256 blocks of a large cuBLAS kernel, should fill
     the multiprocessors in whole waves: they differ by a quarter otherwise.
     """
-    sms = 132
-    if like.is_cuda:
-        sms = torch.cuda.get_device_properties(like.device).multi_processor_count
+    sms = hopper.processors(like)
     most = min(MAX_TILE, vocab, elements // max(num_rows, 1)) // 128
     columns = triton.cdiv(like.shape[1], 256)
 

@@ -61,6 +61,21 @@ def small_chunks(monkeypatch):
         monkeypatch.setattr(logprob, "compact_logprob_op", Interpreted.apply)
 
 
+@pytest.fixture(params=["hopper", "cublas"])
+def products(request, monkeypatch):
+    """Products from each of the two places; on a GPU that is no Hopper both are cuBLAS."""
+    if INTERPRETED:
+        monkeypatch.setattr(
+            kernels.hopper, "supports", lambda x, _: request.param == "hopper" and x.numel() > 0
+        )
+        for name, size in (("BLOCK_M", 16), ("BLOCK_V", 64), ("BLOCK_D", 16)):
+            monkeypatch.setattr(kernels.hopper, name, size)
+        if request.param == "hopper":
+            monkeypatch.setattr(kernels, "FORWARD_BYTES", 16 * 12 * 5)  # one block of rows
+    elif request.param == "cublas":
+        monkeypatch.setattr(kernels.hopper, "supports", lambda *_: False)
+
+
 class Interpreted(torch.autograd.Function):
     """The op with the kernels as its body, on CPU tensors."""
 
@@ -117,7 +132,7 @@ DTYPES = [torch.float, torch.bfloat16, torch.half] if ON_GPU else [torch.float]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_matches_reference(options, skip, dtype):
+def test_matches_reference(products, options, skip, dtype):
     inputs = make_inputs(dtype=dtype)
     if skip:
         options = {**options, "target_row": target_rows(*inputs[2:])}
@@ -126,7 +141,7 @@ def test_matches_reference(options, skip, dtype):
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parts_match_reference(dtype):
+def test_parts_match_reference(products, dtype):
     hidden, weight, row, label = make_inputs(dtype=dtype)
     shard = weight[70:230].detach().requires_grad_()
     options = {"vocab_start": 70, "temperature": 0.8}
@@ -142,7 +157,7 @@ def test_parts_match_reference(dtype):
 
 @needs_kernels
 @pytest.mark.parametrize("rows, positions", [(1, 37), (3, 0), (9, 25), (16, 1)])
-def test_sizes_at_the_edges(rows, positions):
+def test_sizes_at_the_edges(products, rows, positions):
     if rows == 9:  # no multiple of what the products want
         inputs = make_inputs(rows=rows, positions=positions)
     else:
@@ -152,7 +167,7 @@ def test_sizes_at_the_edges(rows, positions):
 
 
 @needs_kernels
-def test_no_rows_to_multiply():
+def test_no_rows_to_multiply(products):
     hidden, weight, row, _ = make_inputs()
     label = torch.full_like(row, -100)
     out = run(compact_logprob, (hidden, weight, row, label), target_row=row[:0])
@@ -161,7 +176,7 @@ def test_no_rows_to_multiply():
 
 @needs_kernels
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_gradient_of_one_input_only(frozen):
+def test_gradient_of_one_input_only(products, frozen):
     inputs = make_inputs()
     expected = run(compact_logprob, inputs)[2 - frozen]
     inputs[frozen].requires_grad_(False)
@@ -181,7 +196,7 @@ def test_a_target_that_cannot_be_answered_is_nan():
 
 
 @needs_kernels
-def test_repeats_give_the_same_bits():
+def test_repeats_give_the_same_bits(products):
     inputs = make_inputs(positions=60)
     first = run(compact_logprob, inputs, return_entropy=True)
     again = run(compact_logprob, inputs, return_entropy=True)
@@ -208,6 +223,8 @@ def test_scratch_stays_within_the_budget(monkeypatch):
         assert tile % 64 == 0 and 4 * tile * rows <= kernels.FORWARD_BYTES
         tile = kernels._backward_tile(rows, 157184, kernels.BACKWARD_BYTES // 2, hidden)
         assert tile % 128 == 0 and 2 * tile * rows <= kernels.BACKWARD_BYTES
+        step = kernels.hopper.rows_at_once(157184, kernels.FORWARD_BYTES)
+        assert step % 128 == 0 and 12 * 614 * step <= kernels.FORWARD_BYTES
     # 22 x 6 blocks of 128 x 256: one wave of 132 multiprocessors.
     assert kernels._backward_tile(65536, 157184, kernels.BACKWARD_BYTES // 2, hidden) == 2816
 
