@@ -4,7 +4,7 @@ Not a pytest-benchmark file: a step takes seconds, and its parts come from one p
 run one after the other in one process, on the same weights (the learning rate is 0, so steps do
 all their work and change nothing). ``plain`` is ``plain_model.PlainModel``, which knows no trees.
 
-    python -m benchmarks.bench_step --layers 4 --out benchmarks/results/step_h200.json
+    python -m benchmarks.bench_step --out benchmarks/results/step_h200.json
 """
 
 import argparse
@@ -15,29 +15,30 @@ import json
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.bench_packed_kda import keep_few_configurations
 from benchmarks.step_profile import Work, print_parts, profile
+from benchmarks.step_runner import Runner, difference, peak_bytes, run_ours, timed
 from benchmarks.step_work import Blocks, Workload, Workloads, numbers_of, useful_flops
 from harts_titan import DecoderNumbers, decoder_config
 from harts_titan.attention import choose_attention_blocks
-from harts_titan.batch import MicrobatchInput
-from harts_titan.model import HartsModel, ModelOutput
+from harts_titan.model import HartsModel
 from harts_titan.parallelize import HartsSelectiveAC, compile_blocks
-from harts_titan.window import interface_bytes, run_window
+from harts_titan.window import interface_bytes
 from planner import plan_microbatch
 
-MODES = ("none", "none_again", "none_reordered", "none_as_tree", "tree", "windows", "plain")
+# "memory" measures trees of several sizes; "plain" ends the use of our model.
+MODES = (
+    "tree", "none", "none_again", "none_reordered", "none_as_tree", "windows", "memory", "plain"
+)  # fmt: skip
 
 
 def configured(
@@ -72,205 +73,6 @@ def apply_checkpointing(model: HartsModel, policy: str) -> None:
     if policy != "none":
         config = FullAC.Config() if policy == "full" else HartsSelectiveAC.Config()
         config.build(dump_folder="").apply(model)
-
-
-class Runner:
-    """One optimizer step over a workload, with a token-mean SFT loss and router losses."""
-
-    def __init__(self, model: nn.Module, *, optimizer: str = "adamw") -> None:
-        self.model = model
-        self.optimizer = None
-        if optimizer == "adamw":
-            # Moments have their parameter's dtype, so bfloat16 here.
-            self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
-        self.losses: list[Tensor] = []
-        self.logprobs: list[tuple[np.ndarray, Tensor]] = []
-        self.kept_bytes = 0
-        self.keep_gradients = False  # their memory, between steps
-
-    def consume(self, total: int) -> Callable[[MicrobatchInput, ModelOutput], Tensor]:
-        def loss_of(inputs: MicrobatchInput, output: ModelOutput) -> Tensor:
-            assert output.logprob is not None
-            logprob = output.logprob[: inputs.num_targets]
-            loss = -logprob.sum() / total
-            self.note(inputs.trajectories, logprob, loss)
-            if output.statistics is None:
-                return loss
-            statistics_ = output.statistics
-            return loss + 1e-3 * (statistics_.z_sum + statistics_.balance_sum) / total
-
-        return loss_of
-
-    def note(self, trajectories: np.ndarray, logprob: Tensor, loss: Tensor) -> None:
-        """Keep the results of a microbatch, and what is allocated before its backward."""
-        self.losses.append(loss.detach())
-        self.logprobs.append((trajectories, logprob.detach()))
-        if loss.is_cuda:
-            self.kept_bytes = max(self.kept_bytes, torch.cuda.memory_allocated())
-
-    def step(self, run: Callable[["Runner"], Any]) -> float | Tensor:
-        """Run forward and backward, and the optimizer; return the loss."""
-        self.losses, self.logprobs, self.kept_bytes = [], [], 0
-        run(self)
-        if self.optimizer is not None:
-            self.optimizer.step()
-        self.model.zero_grad(set_to_none=not self.keep_gradients)
-        return torch.stack(self.losses).sum()
-
-    def logprob_of(self, loss_masks: Sequence[np.ndarray]) -> dict[int, Tensor]:
-        """Log-probabilities of the last step by trajectory."""
-        found: dict[int, Tensor] = {}
-        for trajectories, logprob in self.logprobs:
-            sizes = [int(loss_masks[i].sum()) for i in trajectories]
-            found |= dict(zip(trajectories.tolist(), logprob.float().split(sizes), strict=True))
-        return found
-
-
-def run_ours(model: HartsModel, work: Workload) -> Callable[[Runner], None]:
-    total = sum(c.num_targets for w in work.windows for c in w.consumers)
-
-    def run(runner: Runner) -> None:
-        for window in work.windows:
-            run_window(model, window, runner.consume(total))
-
-    return run
-
-
-def timed(run: Callable[[], Any], repeats: int, warmup: int = 2) -> tuple[list[float], list[float]]:
-    """Milliseconds of the warm-up runs, and of the repeats, in which the host may run ahead."""
-    warm = []
-    for _ in range(warmup):
-        start = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        warm.append(1000 * (time.perf_counter() - start))
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        run()
-        mark.record()
-    torch.cuda.synchronize()
-    return warm, [a.elapsed_time(b) for a, b in pairwise(marks)]
-
-
-def bytes_of(tensors: Iterable[Any]) -> int:
-    return sum(x.nbytes for x in tensors if isinstance(x, Tensor))
-
-
-def peak_bytes(runner: Runner, run: Callable[[Runner], Any]) -> dict[str, int]:
-    """Bytes by part: what stays between steps, what a step keeps for its backward, the rest.
-
-    Gradients count as staying, as they do between the microbatches of a step.
-    """
-    runner.keep_gradients = True
-    runner.step(run)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    model, optimizer = runner.model, runner.optimizer
-    states = optimizer.state.values() if optimizer is not None else ()
-    parts = {
-        "weights": bytes_of([*model.parameters(), *model.buffers()]),
-        "gradients": bytes_of(p.grad for p in model.parameters()),
-        "optimizer": sum(bytes_of(state.values()) for state in states),
-    }
-    before = torch.cuda.memory_allocated()
-    parts["plan and other"] = before - sum(parts.values())
-    runner.step(run)
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
-    runner.keep_gradients = False
-    model.zero_grad(set_to_none=True)
-    kept = runner.kept_bytes
-    return parts | {"kept": kept - before, "workspace": peak - kept, "peak": peak}
-
-
-def fit_memory(
-    runner: Runner, capacities: Sequence[int], blocks: Blocks
-) -> dict[str, dict[str, Any]]:
-    """Bytes of a step as ``constant + slope * rows`` over trees of several sizes."""
-    assert isinstance(runner.model, HartsModel)
-    points = []
-    for capacity in capacities:
-        work = Workloads(capacity, blocks).make("tree").to("cuda")
-        run = run_ours(runner.model, work)
-        points.append({"rows": work.rows, **peak_bytes(runner, run)})
-        print(json.dumps(points[-1]), flush=True)
-    rows = np.array([x["rows"] for x in points], float)
-    fits = {
-        name: np.polyfit(rows, [x[name] for x in points], 1).tolist()
-        for name in ("kept", "workspace")
-    }
-    row, boundary = interface_bytes(runner.model, torch.bfloat16)
-    layers = runner.model.config.layers
-    found: dict[str, Any] = {
-        "points": points,
-        "formula": "peak = weights + gradients + optimizer + kept + workspace "
-        "+ 2 * (cached_row * cached rows + boundary * exported boundaries)",
-        "kept_per_row": fits["kept"][0],
-        "kept_per_row_and_layer": fits["kept"][0] / len(layers),
-        "kept_constant": fits["kept"][1],
-        "workspace_per_row": fits["workspace"][0],
-        "workspace_constant": fits["workspace"][1],
-        "cached_row": row,
-        "boundary": boundary,
-    }
-    return found
-
-
-def measure(
-    runner: Runner,
-    work: Workload,
-    run: Callable[[Runner], Any],
-    numbers: DecoderNumbers,
-    arguments: argparse.Namespace,
-) -> dict[str, Any]:
-    """Time, memory and profile of one mode."""
-    active = arguments.active
-    call = lambda: runner.step(run)  # noqa: E731
-    warm, times = timed(call, arguments.repeats)
-    median = statistics.median(times)
-    flops = useful_flops(numbers, active, work)
-    entry = {
-        "rows": work.rows,
-        "tokens": work.tokens,
-        "pairs": work.pairs,
-        "target_rows": work.targets,
-        "warmup_ms": [round(x, 1) for x in warm],
-        "times_ms": [round(x, 1) for x in times],
-        "ms": median,
-        "useful_tflop": flops / 1e12,
-        "useful_tflops": flops / median / 1e9,
-        "rows_per_s": 1000 * work.rows / median,
-        "tokens_per_s": 1000 * work.tokens / median,
-        "loss": float(torch.stack(runner.losses).sum()),
-        "memory": peak_bytes(runner, run),
-    }
-    print(json.dumps({work.name: entry}), flush=True)
-    if arguments.profile:
-        did = Work(
-            rows=work.rows,
-            pairs=work.pairs,
-            targets=work.targets,
-            parameters=sum(p.numel() for p in runner.model.parameters()),
-            recompute=arguments.checkpointing == "full",
-        )
-        trace = arguments.traces and arguments.traces / f"step_{work.name}.json.gz"
-        entry["profile"] = profile(call, median, numbers, did, trace)
-        print_parts(work.name, entry["profile"])
-    return entry
-
-
-def difference(a: dict[int, Tensor], b: dict[int, Tensor]) -> dict[str, float]:
-    """How far two modes' log-probabilities are apart on the trajectories that both ran."""
-    common = sorted(a.keys() & b.keys())
-    x, y = (torch.cat([values[i] for i in common]) for values in (a, b))
-    gap = (x - y).abs()
-    return {
-        "targets": len(x),
-        "mean": gap.mean().item(),
-        "max": gap.max().item(),
-        "loss": (x.mean() - y.mean()).item(),
-    }
 
 
 def compare_logits(flavor: str, layers: int, device: str) -> dict[str, float]:
@@ -309,29 +111,161 @@ def compare_logits(flavor: str, layers: int, device: str) -> dict[str, float]:
     }
 
 
-def plain_runner(
-    model: HartsModel, numbers: DecoderNumbers, works: Workloads, arguments: argparse.Namespace
-) -> tuple[Runner, Callable[[Runner], None]]:
-    """The peer on the trajectories of ``none``, from the same parameters."""
-    from benchmarks.plain_model import PackedBatch, gpu_kernels, plain_model
+class Bench:
+    """The modes, one after the other, on one model's weights; results after each."""
 
-    if arguments.fla_configs:
-        keep_few_configurations(arguments.fla_configs)
-    recompute = arguments.checkpointing == "full"
-    plain = plain_model(numbers, model.state_dict(), gpu_kernels(), recompute=recompute)
-    if not arguments.no_compile:
-        plain.compile_layers()
-    index = works.expanded
-    masks = [works.rollouts.loss_mask[i] for i in index]
-    batch = PackedBatch.of(works.texts(index), masks, "cuda")
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.numbers = numbers_of(arguments.flavor, arguments.layers)
+        config, self.blocks = configured(self.numbers, "cuda", torch.bfloat16)
+        self.works = Workloads(arguments.capacity, self.blocks)
+        self.logprobs: dict[str, dict[int, Tensor]] = {}
+        self.result: dict[str, Any] = environment() | {
+            "layers": self.numbers.num_layers,
+            "attention_blocks": self.blocks,
+            "checkpointing": arguments.checkpointing,
+            "modes": {},
+        }
+        self.model = make_model(config, "cuda", torch.bfloat16)
+        self.result["parameters"] = sum(p.numel() for p in self.model.parameters())
+        self.active = self.model.config.num_active_parameters(self.model)
+        self.result["active_parameters"] = self.active
+        apply_checkpointing(self.model, arguments.checkpointing)
+        if not arguments.no_compile:
+            compile_blocks(self.model)
+        self.runner = Runner(self.model, optimizer=arguments.optimizer)
 
-    def run(runner: Runner) -> None:
-        logprob = plain(batch)
-        loss = -logprob.mean()
-        runner.note(index, logprob, loss)
-        loss.backward()
+    def ours(self, name: str) -> None:
+        """Run a mode of ours; those that only show the noise neither profiled nor for memory."""
+        work = self.works.make(name).to("cuda")
+        noise = name in ("none_again", "none_reordered")
+        repeats = 1 if noise else self.arguments.repeats
+        run = run_ours(self.model, work)
+        self.measure(work, run, warmup=0 if noise else 2, repeats=repeats, whole=not noise)
 
-    return Runner(plain, optimizer=arguments.optimizer), run
+    def measure(
+        self,
+        work: Workload,
+        run: Callable[[Runner], Any],
+        *,
+        warmup: int,
+        repeats: int,
+        whole: bool,
+    ) -> None:
+        """Time of one mode; on the ``whole`` also memory and profile."""
+        runner = self.runner
+        warm, times = timed(lambda: runner.step(run), repeats, warmup)
+        median = statistics.median(times)
+        flops = useful_flops(self.numbers, self.active, work)
+        entry: dict[str, Any] = {
+            "rows": work.rows,
+            "producer_rows": work.producer_rows,
+            "boundaries": work.boundaries,
+            "tokens": work.tokens,
+            "pairs": work.pairs,
+            "target_rows": work.targets,
+            "warmup_ms": [round(x, 1) for x in warm],
+            "times_ms": [round(x, 1) for x in times],
+            "ms": median,
+            "useful_tflop": flops / 1e12,
+            "useful_tflops": flops / median / 1e9,
+            "rows_per_s": 1000 * work.rows / median,
+            "tokens_per_s": 1000 * work.tokens / median,
+            "loss": float(torch.stack(runner.losses).sum()),
+        }
+        self.logprobs[work.name] = runner.logprob_of(self.works.rollouts.loss_mask)
+        for other, values in self.logprobs.items():
+            if other != work.name and other in ("none", "tree"):
+                entry[f"to_{other}"] = difference(self.logprobs[work.name], values)
+        self.keep(work.name, entry)
+        if whole:
+            entry["memory"] = peak_bytes(runner, run)
+            print(work.name, json.dumps(entry["memory"]), flush=True)
+            self.save()
+            if self.arguments.profile:
+                self.profile(work, run, entry)
+
+    def profile(self, work: Workload, run: Callable[[Runner], Any], entry: dict[str, Any]) -> None:
+        did = Work(
+            rows=work.rows,
+            pairs=work.pairs,
+            targets=work.targets,
+            parameters=self.result["parameters"],
+            recompute=self.arguments.checkpointing == "full",
+        )
+        folder = self.arguments.traces
+        trace = folder / f"step_{work.name}.json.gz" if folder else None
+        step = lambda: self.runner.step(run)  # noqa: E731
+        entry["profile"] = profile(step, entry["ms"], self.numbers, did, trace)
+        print_parts(work.name, entry["profile"])
+        self.save()
+
+    def keep(self, name: str, entry: dict[str, Any]) -> None:
+        print(name, json.dumps(entry), flush=True)
+        self.result["modes"][name] = entry
+        self.save()
+
+    def save(self) -> None:
+        if self.arguments.out:
+            self.arguments.out.write_text(json.dumps(self.result, indent=1) + "\n")
+
+    def memory(self) -> None:
+        """Bytes of a step as ``constant + slope * rows``, from trees of several sizes."""
+        points = []
+        for capacity in (self.arguments.capacity // 4, self.arguments.capacity // 2):
+            work = Workloads(capacity, self.blocks).make("tree").to("cuda")
+            run = run_ours(self.model, work)
+            points.append({"rows": work.rows, **peak_bytes(self.runner, run)})
+        tree = self.result["modes"].get("tree", {})
+        if "memory" in tree:
+            points.append({"rows": tree["rows"], **tree["memory"]})
+        rows = [float(x["rows"]) for x in points]
+        row_bytes, boundary_bytes = interface_bytes(self.model, torch.bfloat16)
+        self.result["memory"] = {
+            "formula": "peak bytes = weights + gradients + optimizer + kept + workspace; kept and "
+            "workspace = slope * rows + constant; with a producer kept grows by twice (values and "
+            "their gradients) cached_row * its rows + boundary * its boundaries",
+            "slope_and_constant": {
+                name: np.polyfit(rows, [x[name] for x in points], 1).tolist()
+                for name in ("kept", "workspace")
+            },
+            "cached_row": row_bytes,
+            "boundary": boundary_bytes,
+            "points": points,
+        }
+        print("memory", json.dumps(self.result["memory"]), flush=True)
+        self.save()
+
+    def plain(self) -> None:
+        """The peer on the trajectories of ``none``, from the same parameters."""
+        from benchmarks.plain_model import PackedBatch, gpu_kernels, plain_model
+
+        keep_few_configurations(self.arguments.fla_configs)
+        # Only one model's gradients and moments fit beside each other.
+        self.model.zero_grad(set_to_none=True)
+        self.runner.optimizer = None
+        gc.collect()
+        torch.cuda.empty_cache()
+        # What one sets for a router in float32; ours multiplies in parts of bfloat16.
+        torch.set_float32_matmul_precision("high")
+        recompute = self.arguments.checkpointing == "full"
+        model = plain_model(
+            self.numbers, self.model.state_dict(), gpu_kernels(), recompute=recompute
+        )
+        if not self.arguments.no_compile:
+            model.compile_layers()
+        self.runner = Runner(model, optimizer=self.arguments.optimizer)
+        index, masks = self.works.expanded, self.works.rollouts.loss_mask
+        batch = PackedBatch.of(self.works.texts(index), [masks[i] for i in index], "cuda")
+
+        def run(runner: Runner) -> None:
+            logprob = model(batch)
+            loss = -logprob.mean()
+            runner.note(index, logprob, loss)
+            loss.backward()
+
+        work = replace(self.works.make("none"), name="plain")
+        self.measure(work, run, warmup=2, repeats=self.arguments.repeats, whole=True)
 
 
 def environment() -> dict[str, Any]:
@@ -349,7 +283,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--flavor", default="ling3_tiny")
     parser.add_argument("--layers", type=int, help="the model's first layers only")
@@ -360,60 +294,24 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--no-profile", dest="profile", action="store_false")
     parser.add_argument("--compare-logits", action="store_true")
-    parser.add_argument("--memory", action="store_true", help="measure memory at several sizes")
-    parser.add_argument("--modes", default="none,none_again,none_reordered,none_as_tree,tree")
+    parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--fla-configs", type=int, default=4, help="that fla may measure a kernel")
     parser.add_argument("--traces", type=Path, help="folder for the profiler's traces")
     parser.add_argument("--out", type=Path)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def main() -> None:
     arguments = parse()
-    numbers = numbers_of(arguments.flavor, arguments.layers)
-    config, blocks = configured(numbers, "cuda", torch.bfloat16)
-    result = environment() | {"modes": {}, "attention_blocks": blocks}
     if arguments.compare_logits:
-        result["logits"] = compare_logits(arguments.flavor, arguments.layers or 4, "cuda")
-        print(json.dumps(result["logits"]), flush=True)
-    works = Workloads(arguments.capacity, blocks)
-    model = make_model(config, "cuda", torch.bfloat16)
-    arguments.active = model.config.num_active_parameters(model)
-    result["parameters"] = sum(p.numel() for p in model.parameters())
-    result["active_parameters"] = arguments.active
-    apply_checkpointing(model, arguments.checkpointing)
-    if not arguments.no_compile:
-        compile_blocks(model)
-    runner = Runner(model, optimizer=arguments.optimizer)
-    logprobs: dict[str, dict[int, Tensor]] = {}
-
-    def keep(name: str, runner: Runner, entry: dict[str, Any]) -> None:
-        logprobs[name] = runner.logprob_of(works.rollouts.loss_mask)
-        if "none" in logprobs:
-            entry["to_none"] = difference(logprobs[name], logprobs["none"])
-            print(name, "to none", json.dumps(entry["to_none"]), flush=True)
-        result["modes"][name] = entry
-        if arguments.out:
-            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-
-    asked = arguments.modes.split(",")
-    for name in (x for x in MODES if x in asked and x != "plain"):
-        work = works.make(name).to("cuda")
-        run = run_ours(model, work)
-        keep(name, runner, measure(runner, work, run, numbers, arguments))
-    if arguments.memory:
-        capacities = [arguments.capacity // x for x in (4, 2, 1)]
-        result["memory"] = fit_memory(runner, capacities, blocks)
-    if "plain" in asked:
-        work = replace(works.make("none"), name="plain")
-        # Only one model's gradients and moments fit beside each other.
-        model.zero_grad(set_to_none=True)
-        del runner
-        gc.collect()
-        runner, run = plain_runner(model, numbers, works, arguments)
-        keep("plain", runner, measure(runner, work, run, numbers, arguments))
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        print(json.dumps(compare_logits(arguments.flavor, arguments.layers or 4, "cuda")))
+        return
+    bench = Bench(arguments)
+    for name in arguments.modes.split(","):
+        if name in ("memory", "plain"):
+            getattr(bench, name)()
+        else:
+            bench.ours(name)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ class Workload:
     tokens: int  # original tokens
     pairs: int  # visible query-key pairs of a head, of the rows that run
     targets: int  # rows with a target
+    producer_rows: int
+    boundaries: int  # KDA states that producers export
 
     def to(self, device: str) -> "Workload":
         return replace(self, windows=tuple(window.to(device) for window in self.windows))
@@ -107,6 +109,8 @@ def measure_work(name: str, windows: Sequence[WindowBatch]) -> Workload:
         tokens=sum(x.num_positions for x in inputs),
         pairs=sum(visible_pairs(x.plan.subtree_end, x.plan.q_row) for x in inputs),
         targets=sum(len(x.target_source) for x in inputs if x.num_targets),
+        producer_rows=sum(w.producer.num_rows for w in windows if w.producer),
+        boundaries=sum(w.producer.plan.num_exports for w in windows if w.producer),
     )
 
 
