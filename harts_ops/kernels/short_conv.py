@@ -14,7 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from harts_ops.kernels.short_conv_gradient import backward_kernel, finish_kernel
+from harts_ops.kernels.short_conv_gradient import (
+    short_conv_backward_kernel,
+    short_conv_finish_kernel,
+)
 from harts_ops.kernels.short_conv_rows import (
     clear_rows,
     convolve,
@@ -48,7 +51,7 @@ def forward(
     constants = _constants(x, weight, halo, bias, _VECTOR)
     blocks = triton.cdiv(x.shape[1], constants["CHANNELS"])
     program_rows = _program_rows(x.shape[0], blocks, _ROWS)
-    run: Any = _forward_kernel[(triton.cdiv(x.shape[0], program_rows) * blocks,)]
+    run: Any = _short_conv_kernel[(triton.cdiv(x.shape[0], program_rows) * blocks,)]
     with torch.cuda.device_of(x):
         run(
             y,
@@ -85,8 +88,8 @@ def backward(
     inputs = _inputs(x, weight, halo, bias, conv_cu_seqlens, tap_row)
     sums = triton.cdiv(channels, _SUM_CHANNELS) * partial.shape[1]
     added = triton.cdiv(channels, _ADD_CHANNELS) * (readers + halo_rows)
-    run: Any = backward_kernel[(programs * blocks,)]
-    finish: Any = finish_kernel[(sums + added,)]
+    run: Any = short_conv_backward_kernel[(programs * blocks,)]
+    finish: Any = short_conv_finish_kernel[(sums + added,)]
     with torch.cuda.device_of(x):
         run(
             grad_x,
@@ -189,7 +192,7 @@ def _activate(y, SILU: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows", "chains", "program_rows"])
-def _forward_kernel(
+def _short_conv_kernel(
     y_ptr,
     x_ptr,
     weight_ptr,

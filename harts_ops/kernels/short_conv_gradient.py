@@ -70,7 +70,7 @@ def _add_weights(grad, window, value, sums, W: tl.constexpr, BIAS: tl.constexpr)
 
 
 @triton.jit(do_not_specialize=["rows", "chains", "program_rows"])
-def backward_kernel(
+def short_conv_backward_kernel(
     grad_x_ptr,
     aside_ptr,
     partial_ptr,
@@ -194,7 +194,7 @@ def backward_kernel(
 
 
 @triton.jit(do_not_specialize=["programs", "rows", "halo_rows", "readers", "entries"])
-def finish_kernel(
+def short_conv_finish_kernel(
     grad_weight_ptr,
     grad_bias_ptr,
     partial_ptr,
