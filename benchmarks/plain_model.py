@@ -1,4 +1,4 @@
-"""A Ling-3.0 decoder as one would write it without HARTS: the peer that baselines must not beat.
+"""A Ling-3.0 decoder as one would write it without HARTS: the peer that `none` must keep up with.
 
 Plain PyTorch over one packed batch of whole trajectories: fla's `chunk_kda`, short convolutions
 and gated norm, FlashAttention's varlen function, sorted rows and grouped GEMMs for the experts.
