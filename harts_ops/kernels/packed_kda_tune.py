@@ -38,7 +38,7 @@ SEARCH: dict[str, dict[str, tuple[int, ...]]] = {
     "reverse_scan": _SCAN,
     "matrix_gradient": _CHUNK,
     "gradient": {"num_warps": (1, 2)},  # four would multiply as a group, from narrow tiles
-    "row_gradient": {"BR": (4, 8, 16, 32), "num_warps": _WARPS},
+    "row_gradient": {"BR": (4, 8, 16, 32), "num_warps": (1, 2, 4, 8)},
 }
 
 
