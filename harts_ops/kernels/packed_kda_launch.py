@@ -82,6 +82,9 @@ def prepare(
     )
     if call.num_chunks == 0:
         return prepared
+    options = call.options["prepare" if solve else "reprepare"]
+    if solve and not (call.halves["SAFE"] and inputs.use_qk_l2norm):
+        options = options | {"BK": min(options["BK"], 64)}  # more levels of pairs, more registers
     _prepares._prepare_kernel[(call.num_chunks * call.heads,)](
         *inputs[:5],
         *(inputs[5:9] if call.has_halo else inputs[1:5]),
@@ -117,7 +120,7 @@ def prepare(
         BETA_SIGMOID=inputs.use_beta_sigmoid,
         SOLVE=solve,
         FENCE=call.fence,
-        **call.options["prepare" if solve else "reprepare"],
+        **options,
     )
     return prepared
 

@@ -1,9 +1,15 @@
 """Triton kernel of packed KDA before the state scans: everything that is local to a chunk.
 
-Pairs of a later and an earlier row of a chunk meet in one product of two decayed rows. A run of
-2 * HALF rows is split in halves and both decays are counted from the later half's first row, so
-neither factor exceeds one. Halving down to single rows holds for any gate; with a gate that is
-bounded by -5, blocks of 16 rows may be anchored at their own first row instead (SAFE).
+A pair of a later and an earlier row of a chunk meets in a product of two decayed rows. Both decays
+are counted from one row such that neither overflows, and never from a row after the pair: what
+follows a row must not change one bit of it.
+
+* Any gate: a run of 2 * HALF rows is split in halves, and both decays are counted from the later
+  half's first row, so neither exceeds one. Halving goes down to single rows.
+* A gate bounded by -5 (SAFE): blocks of 16 rows are anchored at their own first row instead.
+* So bounded, with rows q and k of norm one, in bf16: blocks of WIDE_ROWS rows decay by 2 ** -231 at
+  most. With 2 ** SHIFT more for the later row and as much less for the earlier one, both factors
+  stay within fp32's and bf16's exponents.
 """
 
 import triton
@@ -19,6 +25,8 @@ from harts_ops.kernels.packed_kda_rows import (
 )
 
 SAFE_ROWS = tl.constexpr(16)
+WIDE_ROWS = tl.constexpr(32)
+SHIFT = tl.constexpr(115.0)
 SMALLEST_BETA = tl.constexpr(1e-20)
 
 
@@ -47,30 +55,164 @@ def from_block(g, decay, o_t, length, m_k, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def _cumulative(x, o_t, EXACT: tl.constexpr, FENCE: tl.constexpr):
-    """Sums of the rows up to each row; through three bf16 parts, which hold all bits of fp32."""
+def exp2(x, FAST: tl.constexpr):
+    """2 ** x; FAST takes one instruction, not four, and gives zero for subnormal numbers."""
+    if FAST:
+        x = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        x = tl.exp2(x)
+    return x
+
+
+@triton.jit
+def reciprocal(x, FAST: tl.constexpr):
+    """1 / x; FAST takes one instruction, and gives zero for subnormal numbers."""
+    if FAST:
+        x = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        x = 1.0 / x
+    return x
+
+
+@triton.jit
+def _log2_decay(x, rate, lower_bound, GATE_FORM: tl.constexpr, FAST: tl.constexpr):
+    """`log_decay` in units of log2."""
+    if GATE_FORM == "lower_bound":
+        x = reciprocal(1.0 + exp2(x * (rate * -RCP_LN2), FAST), FAST) * (lower_bound * RCP_LN2)
+    else:
+        x = log_decay(x, rate, lower_bound, GATE_FORM) * RCP_LN2
+    return x
+
+
+@triton.jit
+def _cut(x, BITS: tl.constexpr):
+    """x without its last BITS bits: cheaper than rounding it to another type and back."""
+    return (x.to(tl.int32, bitcast=True) & -(1 << BITS)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _cumulative(x, o_t, SMALL: tl.constexpr, EXACT: tl.constexpr, FENCE: tl.constexpr):
+    """Sums of the rows up to each row, through parts that together hold the bits of fp32.
+
+    SMALL is for magnitudes within fp16's range.
+    """
     if EXACT:
-        return tl.cumsum(x, 0)
-    high = x.to(tl.bfloat16)
-    x -= high.to(tl.float32)
-    middle = x.to(tl.bfloat16)
-    low = (x - middle.to(tl.float32)).to(tl.bfloat16)
-    publish(FENCE)
-    ones = (o_t[:, None] >= o_t[None, :]).to(tl.bfloat16)
-    return tl.dot(ones, high, tl.dot(ones, middle, tl.dot(ones, low)))
+        total = tl.cumsum(x, 0)
+    elif SMALL:
+        high = _cut(x, 13)
+        low = (x - high).to(tl.float16)
+        high = high.to(tl.float16)
+        publish(FENCE)
+        ones = (o_t[:, None] >= o_t[None, :]).to(tl.float16)
+        total = tl.dot(ones, high, tl.dot(ones, low))
+    else:
+        high = _cut(x, 16)
+        middle = _cut(x - high, 16)
+        low = (x - high - middle).to(tl.bfloat16)
+        middle = middle.to(tl.bfloat16)
+        high = high.to(tl.bfloat16)
+        publish(FENCE)
+        ones = (o_t[:, None] >= o_t[None, :]).to(tl.bfloat16)
+        total = tl.dot(ones, high, tl.dot(ones, middle, tl.dot(ones, low)))
+    return total
 
 
 @triton.jit
 def _product(a, b, EXACT: tl.constexpr, PRECISION: tl.constexpr, FENCE: tl.constexpr):
     """Product of fp32 matrices, each in two bf16 parts: close to fp32 at bf16's speed."""
     if EXACT:
-        return tl.dot(a, b, input_precision=PRECISION)
-    b_high = b.to(tl.bfloat16)
-    b_low = (b - b_high.to(tl.float32)).to(tl.bfloat16)
+        c = tl.dot(a, b, input_precision=PRECISION)
+    else:
+        b_high = _cut(b, 16)
+        b_low = (b - b_high).to(tl.bfloat16)
+        b_high = b_high.to(tl.bfloat16)
+        publish(FENCE)
+        a_high = _cut(a, 16)
+        a_low = (a - a_high).to(tl.bfloat16)
+        a_high = a_high.to(tl.bfloat16)
+        c = tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))
+    return c
+
+
+@triton.jit
+def _invert(
+    x,
+    BT: tl.constexpr,
+    LOG_BT: tl.constexpr,
+    EXACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FENCE: tl.constexpr,
+):
+    """Inverse of one plus the strictly lower triangle of x.
+
+    Each level joins two inverses of half its size. Up to 32 rows, blocks of 16 rows are kept as a
+    batch of matrices, of which each group of threads multiplies its own.
+    """
+    blocks: tl.constexpr = BT // 16
+    o_t, o_b, o_s = tl.arange(0, BT), tl.arange(0, blocks), tl.arange(0, 16)
+    all_blocks = tl.reshape(x, [blocks, 16, blocks, 16])
+    same = (o_b[:, None] == o_b[None, :])[:, None, :, None]
+    block = tl.sum(tl.where(same, all_blocks, 0.0), 2)
+    diagonal = (o_s[:, None] == o_s[None, :])[None, :, :]
+    inverse = tl.where(diagonal, 1.0, 0.0) - tl.where(halves(o_s, 1)[None, :, :], block, 0.0)
+    for i in tl.static_range(1, 4):
+        below = tl.where(halves(o_s, 1 << i)[None, :, :], block, 0.0)
+        below = _product(inverse, below, EXACT, PRECISION, False)
+        inverse -= _product(below, inverse, EXACT, PRECISION, False)
+    whole = tl.where(same, tl.expand_dims(inverse, 2), 0.0)
+    if BT > 16:
+        left = halves(o_b, 1)[:, None, :, None]
+        below = tl.sum(tl.where(left, all_blocks, 0.0), 2)
+        below = _product(inverse, below, EXACT, PRECISION, False)
+        first = (tl.arange(0, 2) == 0)[None, :, None, None]
+        even = tl.sum(tl.where(first, tl.reshape(inverse, [blocks // 2, 2, 16, 16]), 0.0), 1)
+        even = tl.broadcast_to(even[:, None, :, :], [blocks // 2, 2, 16, 16])
+        below = _product(below, tl.reshape(even, [blocks, 16, 16]), EXACT, PRECISION, False)
+        whole -= tl.where(left, tl.expand_dims(below, 2), 0.0)
+    inverse = tl.reshape(whole, [BT, BT])
+    for i in tl.static_range(5, LOG_BT):
+        below = _product(inverse, tl.where(halves(o_t, 1 << i), x, 0.0), EXACT, PRECISION, FENCE)
+        inverse -= _product(below, inverse, EXACT, PRECISION, FENCE)
+    return inverse
+
+
+@triton.jit
+def _wide_pairs(rows, k_block, k_half, o_t, PRECISION: tl.constexpr):
+    """Products of decayed rows and earlier k; anything where the row is not later."""
+    BT: tl.constexpr = rows.shape[0]
+    both = tl.dot(rows, k_block, input_precision=PRECISION)
+    if BT > WIDE_ROWS:
+        across = tl.dot(rows, k_half, input_precision=PRECISION) * 2.0**-SHIFT
+        late = o_t >= WIDE_ROWS
+        both = tl.where(late[:, None] & (late == 0)[None, :], across, both)
+    return both
+
+
+@triton.jit
+def _add_pairs(
+    scores,
+    products,
+    q,
+    k,
+    row_decay,
+    column_decay,
+    pairs,
+    dtype: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FENCE: tl.constexpr,
+):
+    """Add the products of some pairs of decayed rows: of q and k, and of k and k."""
+    k_t = tl.trans((k * column_decay).to(dtype))
     publish(FENCE)
-    a_high = a.to(tl.bfloat16)
-    a_low = (a - a_high.to(tl.float32)).to(tl.bfloat16)
-    return tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))
+    both = tl.dot((q * row_decay).to(dtype), k_t, input_precision=PRECISION)
+    scores += tl.where(pairs, both, 0.0)
+    both = tl.dot((k * row_decay).to(dtype), k_t, input_precision=PRECISION)
+    products += tl.where(pairs, both, 0.0)
+    return scores, products
 
 
 @triton.jit(do_not_specialize=["num_own", "num_packed"])
@@ -138,34 +280,39 @@ def _prepare_kernel(
         return
     dtype: tl.constexpr = q_decay_ptr.dtype.element_ty
     exact: tl.constexpr = dtype == tl.float32
-    o_t = tl.arange(0, BT)
+    wide: tl.constexpr = SAFE & L2NORM & (dtype != tl.float32)
+    one: tl.constexpr = BK >= K
+    o_t, o_c = tl.arange(0, BT), tl.arange(0, BT)
     m_t = o_t < length
-    row = tl.load(packed_row_ptr + start + o_t, mask=m_t, other=0).to(tl.int64)
-    m_q = m_t & (row < num_own)
-    q_rows = q_ptr + tl.where(row < num_own, row, 0) * (HK * K) + hk * K
+    # rows past the end repeat the last one: they come after all others and are not stored
+    row = tl.load(packed_row_ptr + start + tl.minimum(o_t, length - 1)).to(tl.int64)
+    own = (row < num_own) if HAS_HALO else (o_t >= 0)
+    q_rows = q_ptr + tl.where(own, row, 0) * (HK * K) + hk * K
     k_rows = row_pointers(k_ptr, halo_k_ptr, row, num_own, HK * K, HAS_HALO) + hk * K
+    v_rows = row_pointers(v_ptr, halo_v_ptr, row, num_own, HV * V, HAS_HALO) + hv * V
     gate_rows = row_pointers(gate_ptr, halo_gate_ptr, row, num_own, HV * K, HAS_HALO) + hv * K
     beta_rows = row_pointers(beta_ptr, halo_beta_ptr, row, num_own, HV, HAS_HALO) + hv
 
-    beta = tl.load(beta_rows, mask=m_t, other=0.0).to(tl.float32)
+    beta = tl.load(beta_rows).to(tl.float32)
     if BETA_SIGMOID:
-        beta = tl.sigmoid(beta)
+        beta = reciprocal(1.0 + exp2(beta * -RCP_LN2, FENCE), FENCE)
     # never zero: beta's gradient is found by dividing by it
     beta = tl.where(tl.abs(beta) < SMALLEST_BETA, SMALLEST_BETA, beta)
-    beta = tl.where(m_t, beta, 0.0)
+    # the compiler passes on a sum, but would load and activate anew for each of beta's layouts
+    beta = tl.sum(beta[:, None], 1)
     rate = 1.0
     if GATE_FORM != "log_decay":
         rate = tl.exp(tl.load(a_log_ptr + hv).to(tl.float32))
     q_scale = tl.full([BT], 1.0, dtype=tl.float32)
     k_scale = tl.full([BT], 1.0, dtype=tl.float32)
-    if L2NORM:
+    if L2NORM and not one:
         q_sum = tl.zeros([BT], dtype=tl.float32)
         k_sum = tl.zeros([BT], dtype=tl.float32)
         for first in range(0, K, BK):
             o_k = first + tl.arange(0, BK)
             m_k = (o_k < K)[None, :]
-            q = tl.load(q_rows[:, None] + o_k[None, :], mask=m_q[:, None] & m_k, other=0.0)
-            k = tl.load(k_rows[:, None] + o_k[None, :], mask=m_t[:, None] & m_k, other=0.0)
+            q = tl.load(q_rows[:, None] + o_k[None, :], mask=own[:, None] & m_k, other=0.0)
+            k = tl.load(k_rows[:, None] + o_k[None, :], mask=m_k, other=0.0)
             q, k = q.to(tl.float32), k.to(tl.float32)
             q_sum += tl.sum(q * q, 1)
             k_sum += tl.sum(k * k, 1)
@@ -173,69 +320,102 @@ def _prepare_kernel(
         k_scale = tl.rsqrt(k_sum + NORM_EPSILON)
 
     head = start * HV + hv
-    o_c = tl.arange(0, BT)
-    diagonal = o_t[:, None] == o_c[None, :]
     matrix = o_t[:, None] * (HV * BT) + o_c[None, :]
+    earlier = o_t[:, None] > o_c[None, :]
     own_score = tl.zeros([BT], dtype=tl.float32)
     scores = tl.zeros([BT, BT], dtype=tl.float32)
     products = tl.zeros([BT, BT], dtype=tl.float32)
+    k_decay = tl.zeros([BT, BK], dtype=dtype)
     for first in range(0, K, BK):
         o_k = first + tl.arange(0, BK)
         m_k = o_k < K
         m_tk = m_t[:, None] & m_k[None, :]
-        x = tl.load(gate_rows[:, None] + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32)
+        tile = head * K + o_t[:, None] * (HV * K) + o_k[None, :]
+        x = tl.load(gate_rows[:, None] + o_k[None, :], mask=m_k[None, :], other=0.0)
+        q = tl.load(q_rows[:, None] + o_k[None, :], mask=own[:, None] & m_k[None, :], other=0.0)
+        k = tl.load(k_rows[:, None] + o_k[None, :], mask=m_k[None, :], other=0.0)
+        x = x.to(tl.float32)
         if HAS_BIAS:
             bias = tl.load(dt_bias_ptr + hv * K + o_k, mask=m_k, other=0.0).to(tl.float32)
             x += bias[None, :]
-        x = log_decay(x, rate, lower_bound, GATE_FORM)
-        g = _cumulative(tl.where(m_tk, x * RCP_LN2, 0.0), o_t, exact, FENCE)
-        tile = o_t[:, None] * (HV * K) + o_k[None, :]
-        tl.store(decay_ptr + head * K + tile, g, mask=m_tk)
+        x = _log2_decay(x, rate, lower_bound, GATE_FORM, FENCE)
+        g = _cumulative(x, o_t, SAFE and not exact, exact, FENCE)
+        # through memory: rows of g are needed by all threads, and all of it in the inputs' layout
+        tl.store(decay_ptr + tile, g, mask=m_tk)
         tl.debug_barrier()
+        decay = decay_ptr + head * K + o_k
+        g = decay[None, :] + tl.minimum(o_t, length - 1)[:, None] * (HV * K)
+        g = tl.load(g, mask=m_k[None, :], other=0.0)
+        g_end = tl.load(decay + (length - 1) * (HV * K), mask=m_k, other=0.0)
+        g_half = decay + (tl.minimum(WIDE_ROWS, length) - 1) * (HV * K)
+        g_half = tl.load(g_half, mask=m_k, other=0.0)
+        g_end, g_half = g_end[None, :], g_half[None, :]
 
-        q = tl.load(q_rows[:, None] + o_k[None, :], mask=m_q[:, None] & m_k[None, :], other=0.0)
-        k = tl.load(k_rows[:, None] + o_k[None, :], mask=m_tk, other=0.0)
-        q = q.to(tl.float32) * q_scale[:, None]
+        if L2NORM and one:
+            q_sum, k_sum = q.to(tl.float32), k.to(tl.float32)
+            q_scale = tl.rsqrt(tl.sum(q_sum * q_sum, 1) + NORM_EPSILON)
+            k_scale = tl.rsqrt(tl.sum(k_sum * k_sum, 1) + NORM_EPSILON)
+        q = q.to(tl.float32) * (q_scale * scale)[:, None]
         k = k.to(tl.float32) * k_scale[:, None]
-        decay = decay_ptr + head * K + o_k[None, :]
-        g = tl.minimum(o_t, length - 1)[:, None] * (HV * K) + o_k[None, :]
-        g = tl.load(decay_ptr + head * K + g, mask=m_k[None, :], other=0.0)
-        g_end = tl.load(decay + (length - 1) * (HV * K), mask=m_k[None, :], other=0.0)
-        tl.store(q_decay_ptr + head * K + tile, (q * tl.exp2(g) * scale).to(dtype), mask=m_tk)
-        tl.store(k_end_ptr + head * K + tile, (k * tl.exp2(g_end - g)).to(dtype), mask=m_tk)
-        if SOLVE:
+        if SOLVE and wide:
+            # decays from the block's start (the row before it), to the first block's end, and on
+            late = (o_t >= WIDE_ROWS)[:, None]
+            e = exp2(g + tl.where(late, SHIFT - g_half, SHIFT), FENCE)
+            q_block, k_block, k_end = q * e, k * e, k * reciprocal(e, FENCE)
+            k_t = tl.trans(k_end.to(dtype))
+            k_half = k * exp2(tl.where(late, 0.0, g_half - g), FENCE)
+            further = exp2(g_end - g_half + tl.where(late, SHIFT, 0.0), FENCE)
+            k_end = tl.where(late, k_end, k_half) * further
+            k_half = tl.trans(k_half.to(dtype))
+            before = tl.where(late, exp2(g_half - SHIFT, FENCE), 2.0**-SHIFT)
+            k_decay = (k_block * -before).to(dtype)
+            tl.store(k_end_ptr + tile, k_end.to(dtype), mask=m_tk)
+            tl.store(q_decay_ptr + tile, (q_block * before).to(dtype), mask=m_tk)
+            q_block, k_block = q_block.to(dtype), k_block.to(dtype)
+            publish(FENCE)
+            both = _wide_pairs(q_block, k_t, k_half, o_t, PRECISION)
+            scores += tl.where(o_t[:, None] >= o_c[None, :], both, 0.0)
+            products += _wide_pairs(k_block, k_t, k_half, o_t, PRECISION)
+        else:
+            e = exp2(g, FENCE)
+            k_decay = (k * -e).to(dtype)
+            tl.store(k_end_ptr + tile, (k * exp2(g_end - g, FENCE)).to(dtype), mask=m_tk)
+            tl.store(q_decay_ptr + tile, (q * e).to(dtype), mask=m_tk)
+        if SOLVE and not wide:
             own_score += tl.sum(q * k, 1)
             for i in tl.static_range(NUM_HALVES):
-                e = half_decay(g, decay, o_t, length, m_k, HV * K, BT >> (i + 1))
+                e = half_decay(g, decay[None, :], o_t, length, m_k, HV * K, BT >> (i + 1))
                 pairs = halves(o_t, BT >> (i + 1))
-                k_e = (k * e).to(dtype)
-                k_t = tl.trans(k_e)
-                publish(FENCE)
-                both = tl.dot((q * e).to(dtype), k_t, input_precision=PRECISION)
-                scores += tl.where(pairs, both, 0.0)
-                both = tl.dot(k_e, k_t, input_precision=PRECISION)
-                products += tl.where(pairs, both, 0.0)
+                sums = (scores, products)
+                scores, products = _add_pairs(*sums, q, k, e, e, pairs, dtype, PRECISION, FENCE)
             if SAFE:
-                since = from_block(g, decay, o_t, length, m_k, HV * K)
-                e = tl.exp2(since)
-                k_t = tl.trans((k * tl.exp2(-since)).to(dtype))
-                publish(FENCE)
+                e = from_block(g, decay[None, :], o_t, length, m_k, HV * K)
+                from_e, to_e = exp2(e, FENCE), exp2(-e, FENCE)
                 pairs = (o_t // SAFE_ROWS)[:, None] == (o_c // SAFE_ROWS)[None, :]
-                pairs = pairs & (o_t[:, None] > o_c[None, :])
-                both = tl.dot((q * e).to(dtype), k_t, input_precision=PRECISION)
-                scores += tl.where(pairs, both, 0.0)
-                both = tl.dot((k * e).to(dtype), k_t, input_precision=PRECISION)
-                products += tl.where(pairs, both, 0.0)
+                sums = (scores, products)
+                scores, products = _add_pairs(
+                    *sums, q, k, from_e, to_e, pairs & earlier, dtype, PRECISION, FENCE
+                )
+        if not one:
+            tl.store(w_ptr + tile, k_decay, mask=m_tk)
 
+    destination = tl.load(destination_ptr + start + o_t, mask=m_t, other=-1)
+    m_out = (destination >= 0)[:, None]
+    to_row = tl.maximum(destination, 0).to(tl.int64)
+    out_rows = grad_out_ptr + to_row * (HV * V) + hv * V
+    for first in range(0, V, BV):
+        o_v = first + tl.arange(0, BV)
+        m_v = (o_v < V)[None, :]
+        tile = head * V + o_t[:, None] * (HV * V) + o_v[None, :]
+        v = tl.load(v_rows[:, None] + o_v[None, :], mask=m_v, other=0.0)
+        tl.store(values_ptr + tile, v.to(dtype), mask=m_t[:, None] & m_v)
+        if not SOLVE:
+            d_out = tl.load(out_rows[:, None] + o_v[None, :], mask=m_out & m_v, other=0.0)
+            tl.store(packed_grad_out_ptr + tile, d_out.to(dtype), mask=m_t[:, None] & m_v)
     if SOLVE:
-        scores = (scores + tl.where(diagonal, own_score[:, None], 0.0)) * scale
+        scores += tl.where(o_t[:, None] == o_c[None, :], own_score[:, None], 0.0)
         tl.store(scores_ptr + head * BT + matrix, scores.to(dtype), mask=m_t[:, None])
-        products *= beta[:, None]
-        inverse = tl.where(diagonal, 1.0, 0.0) - tl.where(halves(o_t, 1), products, 0.0)
-        for i in tl.static_range(1, LOG_BT):
-            below = tl.where(halves(o_t, 1 << i), products, 0.0)
-            below = _product(inverse, below, exact, PRECISION, FENCE)
-            inverse -= _product(below, inverse, exact, PRECISION, FENCE)
+        inverse = _invert(products * beta[:, None], BT, LOG_BT, exact, PRECISION, FENCE)
         tl.store(inverse_ptr + head * BT + matrix, inverse.to(dtype), mask=m_t[:, None])
     else:
         inverse = tl.load(inverse_ptr + head * BT + matrix, mask=m_t[:, None], other=0.0)
@@ -246,26 +426,14 @@ def _prepare_kernel(
     mix = (inverse.to(tl.float32) * beta[None, :]).to(dtype)
     tl.store(mix_ptr + head * BT + matrix, mix, mask=m_t[:, None])
 
+    if not one:
+        tl.debug_barrier()
     for first in range(0, K, BK):
         o_k = first + tl.arange(0, BK)
         m_tk = m_t[:, None] & (o_k < K)[None, :]
-        tile = o_t[:, None] * (HV * K) + o_k[None, :]
-        k = tl.load(k_rows[:, None] + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32)
-        g = tl.load(decay_ptr + head * K + tile, mask=m_tk, other=0.0)
-        k = (k * tl.exp2(g) * -k_scale[:, None]).to(dtype)
+        tile = head * K + o_t[:, None] * (HV * K) + o_k[None, :]
+        if not one:
+            k_decay = tl.load(w_ptr + tile, mask=m_tk, other=0.0)
         publish(FENCE)
-        w = tl.dot(mix, k, input_precision=PRECISION)
-        tl.store(w_ptr + head * K + tile, w.to(dtype), mask=m_tk)
-    v_rows = row_pointers(v_ptr, halo_v_ptr, row, num_own, HV * V, HAS_HALO) + hv * V
-    destination = tl.load(destination_ptr + start + o_t, mask=m_t, other=-1)
-    m_out = destination >= 0
-    out_rows = grad_out_ptr + tl.where(m_out, destination, 0).to(tl.int64) * (HV * V) + hv * V
-    for first in range(0, V, BV):
-        o_v = first + tl.arange(0, BV)
-        m_v = (o_v < V)[None, :]
-        tile = o_t[:, None] * (HV * V) + o_v[None, :]
-        x = tl.load(v_rows[:, None] + o_v[None, :], mask=m_t[:, None] & m_v, other=0.0)
-        tl.store(values_ptr + head * V + tile, x.to(dtype), mask=m_t[:, None] & m_v)
-        if not SOLVE:
-            x = tl.load(out_rows[:, None] + o_v[None, :], mask=m_out[:, None] & m_v, other=0.0)
-            tl.store(packed_grad_out_ptr + head * V + tile, x.to(dtype), mask=m_t[:, None] & m_v)
+        w = tl.dot(mix, k_decay, input_precision=PRECISION)
+        tl.store(w_ptr + tile, w.to(dtype), mask=m_tk)
