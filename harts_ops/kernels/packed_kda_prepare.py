@@ -38,20 +38,21 @@ def halves(o_t, HALF: tl.constexpr):
 
 
 @triton.jit
-def half_decay(g, decay, o_t, length, m_k, STRIDE: tl.constexpr, HALF: tl.constexpr):
-    """Decay between each row and the first row of the later half of its run."""
-    anchor = (o_t // (2 * HALF)) * (2 * HALF) + HALF
-    anchor = tl.minimum(anchor, length - 1)
-    g_anchor = tl.load(decay + anchor[:, None] * STRIDE, mask=m_k[None, :], other=0.0)
-    later = (o_t // HALF) % 2 == 1
-    return tl.exp2(tl.where(later[:, None], g - g_anchor, g_anchor - g))
+def _half_anchor(o_t, HALF: tl.constexpr):
+    """The first row of the later half of each row's run, and whether the row is in that half."""
+    return o_t // (2 * HALF) * (2 * HALF) + HALF, o_t // HALF % 2 == 1
 
 
 @triton.jit
-def from_block(g, decay, o_t, length, m_k, STRIDE: tl.constexpr):
-    """Log decay of each row from the first row of its block of SAFE_ROWS rows."""
-    anchor = tl.minimum((o_t // SAFE_ROWS) * SAFE_ROWS, length - 1)
-    return g - tl.load(decay + anchor[:, None] * STRIDE, mask=m_k[None, :], other=0.0)
+def _from_anchor(
+    g, lost, decay, lost_decay, anchor, m_k, STRIDE: tl.constexpr, EXACT: tl.constexpr
+):
+    """Log decay of each row from its anchor; rounding has taken `lost` from the sums g."""
+    rows = anchor[:, None] * STRIDE
+    g -= tl.load(decay[None, :] + rows, mask=m_k[None, :], other=0.0)
+    if EXACT:
+        g += lost - tl.load(lost_decay[None, :] + rows, mask=m_k[None, :], other=0.0)
+    return g
 
 
 @triton.jit
@@ -343,7 +344,15 @@ def _prepare_kernel(
         # through memory: rows of g are needed by all threads, and all of it in the inputs' layout
         tl.store(decay_ptr + tile, g, mask=m_tk)
         tl.debug_barrier()
-        decay = decay_ptr + head * K + o_k
+        decay, lost_decay, lost = decay_ptr + head * K + o_k, decay_ptr + head * K + o_k, g
+        if exact and SOLVE:
+            # differences of sums this long would be inexact: also sum what each step has lost
+            before = decay[None, :] + (o_t - 1)[:, None] * (HV * K)
+            before = tl.load(before, mask=m_tk & (o_t > 0)[:, None], other=0.0)
+            lost = tl.cumsum(tl.where(m_tk, x - (g - before), 0.0), 0)
+            lost_decay = w_ptr + head * K + o_k  # w follows at last
+            tl.store(lost_decay[None, :] + o_t[:, None] * (HV * K), lost, mask=m_tk)
+            tl.debug_barrier()
         g = decay[None, :] + tl.minimum(o_t, length - 1)[:, None] * (HV * K)
         g = tl.load(g, mask=m_k[None, :], other=0.0)
         g_end = tl.load(decay + (length - 1) * (HV * K), mask=m_k, other=0.0)
@@ -384,12 +393,16 @@ def _prepare_kernel(
         if SOLVE and not wide:
             own_score += tl.sum(q * k, 1)
             for i in tl.static_range(NUM_HALVES):
-                e = half_decay(g, decay[None, :], o_t, length, m_k, HV * K, BT >> (i + 1))
+                anchor, later = _half_anchor(o_t, BT >> (i + 1))
+                anchor = tl.minimum(anchor, length - 1)
+                e = _from_anchor(g, lost, decay, lost_decay, anchor, m_k, HV * K, exact)
+                e = exp2(tl.where(later[:, None], e, -e), FENCE)
                 pairs = halves(o_t, BT >> (i + 1))
                 sums = (scores, products)
                 scores, products = _add_pairs(*sums, q, k, e, e, pairs, dtype, PRECISION, FENCE)
             if SAFE:
-                e = from_block(g, decay[None, :], o_t, length, m_k, HV * K)
+                anchor = tl.minimum(o_t // SAFE_ROWS * SAFE_ROWS, length - 1)
+                e = _from_anchor(g, lost, decay, lost_decay, anchor, m_k, HV * K, exact)
                 from_e, to_e = exp2(e, FENCE), exp2(-e, FENCE)
                 pairs = (o_t // SAFE_ROWS)[:, None] == (o_c // SAFE_ROWS)[None, :]
                 sums = (scores, products)
