@@ -235,6 +235,17 @@ def test_bf16_is_as_exact_as_the_eager_op(chunk_size, heads, widths, gate_form):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("chunk_size", [32, 64])
+def test_gates_at_their_bounds_stay_within_bf16s_exponents(chunk_size):
+    inputs, plan = tree_case(chunk_size, heads=(1, 2), widths=(128, 64), gate_form="lower_bound")
+    with torch.no_grad():
+        for name in ("gate", "halo_gate"):
+            inputs[name] *= 8
+    options = ACTIVATED | {"gate_form": "lower_bound", "chunk_size": chunk_size}
+    assert_as_exact(inputs, plan, torch.bfloat16, **options)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float])
 def test_widths_of_256(dtype):
     inputs, plan = tree_case(64, heads=(1, 1), widths=(256, 256), gate_form="lower_bound")
