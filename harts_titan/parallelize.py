@@ -19,7 +19,7 @@ import harts_titan.moe  # noqa: F401  registers the operators that are saved
 
 
 class HartsSelectiveAC(SelectiveAC):
-    """Keep what is expensive to make and small: outputs of attention, KDA and its states.
+    """Keep what is expensive to make and small: outputs of attention, KDA with its states, experts.
 
     Everything else of a block is recomputed, but every second matrix product.
     """
@@ -34,6 +34,8 @@ class HartsSelectiveAC(SelectiveAC):
             ops.harts.tree_attention.default,
             ops.harts.packed_kda.default,
             ops.harts_titan.grouped_linear.default,
+            # Experts' outputs that are kept belong to this selection; recomputed, it might differ.
+            ops.harts_titan.select_experts.default,
         }
 
 

@@ -162,7 +162,7 @@ def test_producers_and_consumers_share_two_graphs_a_kind():
         run_window(model, window, consume)
         run_window(eager, window, consume)
         assert_gradients_equal(gradients(model), gradients(eager))
-    # The interface of rows without a producer wants no gradient, a producer's does.
+    # A producer's block leaves an interface, a consumer's the statistics of its experts.
     assert backend.graphs <= 4
 
 
@@ -187,7 +187,7 @@ class CountCalls(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("policy", "runs"), [("none", 1), ("selective", 1), ("full", 2)])
-def test_selective_checkpointing_runs_attention_and_recurrence_once(policy, runs):
+def test_selective_checkpointing_runs_attention_recurrence_and_selection_once(policy, runs):
     model, inputs = random_model(TWO_LAYERS), random_inputs(3)
     if POLICIES[policy] is not None:
         POLICIES[policy].build().apply(model)
@@ -196,6 +196,7 @@ def test_selective_checkpointing_runs_attention_and_recurrence_once(policy, runs
     assert mode.calls["harts.packed_kda.default"] == runs
     attention = mode.calls["harts.tree_attention.default"] + mode.calls["harts.tree_mla.default"]
     assert attention == runs
+    assert mode.calls["harts_titan.select_experts.default"] == runs
     # A convolution each of queries, keys and values: cheap, so always recomputed.
     assert mode.calls["harts.tree_short_conv.default"] == 3 * (1 if policy == "none" else 2)
 
