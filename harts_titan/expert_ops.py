@@ -67,7 +67,7 @@ def _(x: Tensor, position: Tensor, valid: Tensor) -> Tensor:
 
 
 def _save_route(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[1:])
+    ctx.save_for_backward(*inputs[1:3])
 
 
 def _spread_backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -101,7 +101,7 @@ def _(x: Tensor, position: Tensor, valid: Tensor, entry: Tensor) -> Tensor:
 
 
 def _sort_backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    position, valid, _ = ctx.saved_tensors
+    position, valid = ctx.saved_tensors
     grad = grad.index_select(0, position.flatten()).view_as(position)
     return torch.where(valid.unsqueeze(-1), grad, 0), None, None, None
 
@@ -156,6 +156,10 @@ def router_linear(x: Tensor, weight: Tensor) -> Tensor:
         x: Rows ``[R, D]``.
         weight: ``[E, D]``, in the same or a wider dtype.
     """
+    return _linear(x, weight)
+
+
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
     return F.linear(x.to(dtype), weight.to(dtype))
 
@@ -163,6 +167,10 @@ def router_linear(x: Tensor, weight: Tensor) -> Tensor:
 @torch.library.custom_op("harts_titan::router_linear_backward", mutates_args=())
 def router_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of ``router_linear``, in the dtypes of its inputs."""
+    return _linear_backward(grad, x, weight)
+
+
+def _linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     grad_x = grad @ weight.to(grad.dtype)
     return grad_x.to(x.dtype), (grad.T @ x.to(grad.dtype)).to(weight.dtype)
 
@@ -175,7 +183,7 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
 
 @router_linear_backward.register_fake
 def _(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight)
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
 # A product of bf16 numbers is exact in fp32, and an fp32 number is the sum of three bf16 ones. So
@@ -185,8 +193,7 @@ def _(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 @router_linear.register_kernel("cuda")
 def _(x: Tensor, weight: Tensor) -> Tensor:
     if x.dtype != torch.bfloat16:
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        return F.linear(x.to(dtype), weight.to(dtype))
+        return _linear(x, weight)
     parts = _bf16_parts(weight, 3)
     out = torch.mm(x, torch.cat(parts).T, out_dtype=torch.float32)
     return out.unflatten(1, (len(parts), -1)).sum(1)
@@ -195,8 +202,7 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
 @router_linear_backward.register_kernel("cuda")
 def _(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     if x.dtype != torch.bfloat16:
-        grad_x = grad @ weight.to(grad.dtype)
-        return grad_x.to(x.dtype), (grad.T @ x.to(grad.dtype)).to(weight.dtype)
+        return _linear_backward(grad, x, weight)
     parts = _bf16_parts(grad, 3)
     # The gradient of rows is rounded to bf16 anyway: the leading terms are enough.
     first, *rest = _bf16_parts(weight, 2)
@@ -230,18 +236,6 @@ def _router_backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
 router_linear.register_autograd(_router_backward, setup_context=_save_inputs)
 
 
-@register_flop_formula([torch.ops.harts_titan.router_linear])
-def _(x_shape, weight_shape, *args, **kwargs) -> int:
-    """One product."""
-    return 2 * x_shape[0] * weight_shape[0] * weight_shape[1]
-
-
-@register_flop_formula([torch.ops.harts_titan.router_linear_backward])
-def _(grad_shape, x_shape, weight_shape, *args, **kwargs) -> int:
-    """One product for each gradient."""
-    return 4 * x_shape[0] * weight_shape[0] * weight_shape[1]
-
-
 @torch.library.custom_op("harts_titan::scaled_swiglu", mutates_args=())
 def scaled_swiglu(x: Tensor, scale: Tensor, limit: float | None) -> Tensor:
     """Return ``scale * silu(gate) * up``, computed in fp32 (fp64 for fp64 inputs).
@@ -254,7 +248,7 @@ def scaled_swiglu(x: Tensor, scale: Tensor, limit: float | None) -> Tensor:
         ``[N, F]`` in the dtype of ``x``.
     """
     value, *_ = _swiglu_parts(x, limit)
-    return (value * scale.to(value.dtype).unsqueeze(-1)).to(x.dtype)
+    return (value * scale.to(value.dtype).unsqueeze(-1)).to(x.dtype).contiguous()
 
 
 @torch.library.custom_op("harts_titan::scaled_swiglu_backward", mutates_args=())
@@ -277,8 +271,8 @@ def _swiglu_parts(x: Tensor, limit: float | None) -> tuple[Tensor, ...]:
     activation, gate_slope = gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid))
     up_slope = torch.ones_like(up)
     if limit is not None:
-        gate_slope = gate_slope * (activation <= limit)
-        up_slope = (up.abs() <= limit).to(up.dtype)
+        gate_slope = gate_slope.masked_fill(activation > limit, 0)
+        up_slope = up_slope.masked_fill(up.abs() > limit, 0)
         activation, up = activation.clamp(max=limit), up.clamp(-limit, limit)
     return activation * up, activation, up, gate_slope, up_slope
 
@@ -382,26 +376,36 @@ def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return F.grouped_mm(a, b, offs=offsets)
 
 
-def _backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    x, weight, offsets = ctx.saved_tensors
-    return *grouped_linear_backward(grad, x, weight, offsets), None
+def _grouped_backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    return *grouped_linear_backward(grad, *ctx.saved_tensors), None
+
+
+grouped_linear.register_autograd(_grouped_backward, setup_context=_save_inputs)
 
 
 def _refuse(ctx, *grads: Tensor) -> None:
-    raise NotImplementedError("grouped_linear has no second derivative")
+    raise NotImplementedError(
+        "experts have no second derivative: call backward without create_graph=True"
+    )
 
 
-grouped_linear.register_autograd(_backward, setup_context=_save_inputs)
+router_linear_backward.register_autograd(_refuse)
+scaled_swiglu_backward.register_autograd(_refuse)
 grouped_linear_backward.register_autograd(_refuse)
 
 
-@register_flop_formula(torch.ops.harts_titan.grouped_linear)
+@register_flop_formula([torch.ops.harts_titan.router_linear, torch.ops.harts_titan.grouped_linear])
 def _(x_shape, weight_shape, *args, **kwargs) -> int:
-    """One product a row, whichever its group."""
-    return 2 * x_shape[0] * weight_shape[1] * weight_shape[2]
+    """Each row times one matrix, whichever its group."""
+    return 2 * x_shape[0] * weight_shape[-2] * weight_shape[-1]
 
 
-@register_flop_formula(torch.ops.harts_titan.grouped_linear_backward)
+@register_flop_formula(
+    [
+        torch.ops.harts_titan.router_linear_backward,
+        torch.ops.harts_titan.grouped_linear_backward,
+    ]
+)
 def _(grad_shape, x_shape, weight_shape, *args, **kwargs) -> int:
-    """One product for each gradient."""
-    return 4 * x_shape[0] * weight_shape[1] * weight_shape[2]
+    """As much for each gradient."""
+    return 4 * x_shape[0] * weight_shape[-2] * weight_shape[-1]

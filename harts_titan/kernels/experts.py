@@ -37,7 +37,7 @@ def _launch(kernel: Any, x: Tensor, out: Tensor, position: Tensor, valid: Tensor
             x,
             out,
             position.contiguous(),
-            valid,
+            valid.contiguous(),
             x.shape[1],
             K=choices,
             BLOCK=block,
@@ -196,16 +196,17 @@ def _swiglu_kernel(
         up = tl.load(x_ptr + place + width, mask=mask, other=0.0).to(ACC)
         sigmoid = 1.0 / (1.0 + tl.exp(-gate))
         activation = gate * sigmoid
-        clamped, clamped_up = tl.minimum(activation, limit), tl.minimum(up, limit)
-        clamped_up = tl.maximum(clamped_up, -limit)
+        # Not tl.minimum, which replaces NaN by the limit.
+        clamped = tl.where(activation > limit, limit, activation)
+        clamped_up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
         single = row[:, None] * width + column[None, :]
         if BACKWARD:
             grad = tl.load(grad_ptr + single, mask=mask, other=0.0).to(ACC)
             total += tl.sum(grad * clamped * clamped_up, 1)
             grad *= scale
             slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
-            grad_gate = tl.where(activation <= limit, grad * clamped_up * slope, 0.0)
-            grad_up = tl.where(clamped_up == up, grad * clamped, 0.0)
+            grad_gate = tl.where(activation > limit, 0.0, grad * clamped_up * slope)
+            grad_up = tl.where(tl.abs(up) > limit, 0.0, grad * clamped)
             tl.store(out_ptr + place, grad_gate.to(dtype), mask=mask)
             tl.store(out_ptr + place + width, grad_up.to(dtype), mask=mask)
         else:

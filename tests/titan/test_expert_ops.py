@@ -5,10 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch.library import opcheck
+from torch.utils.flop_counter import FlopCounterMode
 
 from harts_titan.expert_ops import (
+    grouped_linear,
+    grouped_linear_backward,
     router_linear,
     router_linear_backward,
     scaled_swiglu,
@@ -109,7 +114,9 @@ def test_registration(dtype):
         (sort_choices, (scale, position, valid, position.flatten().argsort())),
         (router_linear, (x, weight)),
         (router_linear_backward, (torch.randn(4, 5), x.detach(), weight.detach())),
+        (router_linear_backward, (torch.randn(4, 5), torch.randn(3, 4).T, weight.detach())),
         (select_experts, (torch.randn(4, 8), 2, 4, 2)),
+        (scaled_swiglu, (torch.randn(6, 4, dtype=dtype).T, torch.rand(4), None)),
         (scaled_swiglu, (entries.detach()[:, :2].requires_grad_(), torch.rand(8), 0.5)),
         (scaled_swiglu, (entries.detach()[:, :2], torch.rand(8, requires_grad=True), None)),
         (
@@ -117,7 +124,46 @@ def test_registration(dtype):
             (entries.detach()[:, :1], entries.detach()[:, :2], torch.rand(8), 0.5),
         ),
     ):
-        torch.library.opcheck(op, arguments)
+        opcheck(op, arguments)
+
+
+def make_groups(sizes: list[int], tail: int = 0):
+    torch.manual_seed(0)
+    x = torch.randn(sum(sizes) + tail, 5, dtype=DOUBLE, requires_grad=True)
+    weight = torch.randn(len(sizes), 3, 5, dtype=DOUBLE, requires_grad=True)
+    return x, weight, torch.tensor(np.cumsum(sizes), dtype=torch.int32)
+
+
+@pytest.mark.parametrize(("sizes", "tail"), [([2, 0, 3], 0), ([0, 4], 2), ([0, 0], 1), ([1], 0)])
+def test_each_group_is_multiplied_by_its_own_matrix(sizes, tail):
+    x, weight, offsets = make_groups(sizes, tail)
+    rows = sum(sizes)
+    want = torch.cat([part @ w.T for part, w in zip(x[:rows].split(sizes), weight, strict=True)])
+    torch.testing.assert_close(grouped_linear(x, weight, offsets)[:rows], want)
+    assert torch.autograd.gradcheck(lambda a, b: grouped_linear(a, b, offsets), (x, weight))
+    opcheck(grouped_linear, (x, weight, offsets))
+    grad = torch.randn(rows + tail, 3, dtype=DOUBLE)
+    opcheck(grouped_linear_backward, (grad, x.detach(), weight.detach(), offsets))
+
+
+def test_products_count_their_flops():
+    x, weight, offsets = make_groups([2, 3])
+    with FlopCounterMode(display=False) as counter:
+        grouped_linear(x, weight, offsets).sum().backward()
+        router_linear(x, weight[0]).sum().backward()
+    assert counter.get_total_flops() == 2 * 3 * 2 * 5 * 3 * 5
+
+
+def test_products_and_swiglu_refuse_a_second_derivative():
+    x, weight, offsets = make_groups([2, 3])
+    for out in (
+        grouped_linear(x, weight, offsets),
+        router_linear(x, weight[0]),
+        scaled_swiglu(x[:, :4], x[:, 4], None),
+    ):
+        (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        with pytest.raises(NotImplementedError, match="no second derivative"):
+            grad.sum().backward()
 
 
 @needs_kernels
@@ -174,6 +220,24 @@ def test_kernels_of_swiglu(rows, width, limit):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-5, atol=1e-5)
 
 
+@needs_kernels
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_kernels_of_swiglu_do_not_hide_nan(limit):
+    from harts_titan.kernels import experts
+
+    x, scale, grad = torch.full((2, 4), 0.1), torch.ones(2), torch.ones(2, 2)
+    x[0, 0] = x[1, 2] = torch.nan  # a gate, and the other factor
+    want = scaled_swiglu(x, scale, limit), *scaled_swiglu_backward(grad, x, scale, limit)
+    assert all(y.isnan().any() for y in want)
+    x, scale, grad = (y.to(DEVICE) for y in (x, scale, grad))
+    got = (
+        experts.scaled_swiglu(x, scale, limit),
+        *experts.scaled_swiglu_backward(grad, x, scale, limit),
+    )
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, equal_nan=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 def test_router_product_in_bf16_is_as_exact_as_in_fp32(weight_dtype):
@@ -194,6 +258,34 @@ def test_router_product_in_bf16_is_as_exact_as_in_fp32(weight_dtype):
         got, plain, (exact, *grads), (1e-6, 1e-5, rounding), strict=True
     ):
         assert error(ours, z) <= 2 * error(theirs, z) + extra
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sizes", [[100, 0, 37, 1], [0, 0, 0, 64]])
+def test_grouped_products_on_a_gpu_are_as_near_to_float64_as_plain_ones(sizes, dtype):
+    torch.manual_seed(0)
+    rows, tail = sum(sizes), 8
+    exact = [
+        torch.randn(rows + tail, 64, dtype=DOUBLE),
+        torch.randn(len(sizes), 48, 64, dtype=DOUBLE),
+        torch.randn(rows + tail, 48, dtype=DOUBLE),
+    ]
+    offsets = torch.tensor(np.cumsum(sizes), dtype=torch.int32)
+    want = (grouped_linear(exact[0], exact[1], offsets),)
+    want += grouped_linear_backward(exact[2], exact[0], exact[1], offsets)
+    low = [x.to(dtype) for x in exact]
+    plain = (grouped_linear(low[0], low[1], offsets),)
+    plain += grouped_linear_backward(low[2], low[0], low[1], offsets)
+    x, weight, grad = (x.cuda() for x in low)
+    x[rows:] = grad[rows:] = torch.nan  # no group's rows: nothing may read them
+    got = (grouped_linear(x, weight, offsets.cuda()),)
+    got += grouped_linear_backward(grad, x, weight, offsets.cuda())
+    eps = torch.finfo(dtype).eps
+    got, plain, want = ((out[:rows], x[:rows], w) for out, x, w in (got, plain, want))
+    for kernel, reference, value in zip(got, plain, want, strict=True):
+        noise = (reference.double() - value).abs().max() + eps * value.abs().max()
+        assert (kernel.cpu().double() - value).abs().max() <= 2 * noise
 
 
 @pytest.mark.gpu
