@@ -133,6 +133,12 @@ class Router(Module):
                 "num_groups must divide num_experts into groups of at least 2, got "
                 f"{config.num_experts} experts in {config.num_groups} groups"
             )
+        usable = config.top_groups * (config.num_experts // config.num_groups)
+        if config.top_groups > config.num_groups or config.top_k > usable:
+            raise ValueError(
+                f"needs at most {config.num_groups} top_groups, which hold top_k experts, got "
+                f"{config.top_groups} top_groups of {usable} experts for top_k {config.top_k}"
+            )
         # Small, and too sensitive for bfloat16 parameters.
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
         self.gate = config.gate.build().to(dtype)
@@ -247,8 +253,9 @@ class MoE(Module):
         # Padding rows sort behind the last expert's end, so that no expert sees them.
         expert_RK = torch.where(valid_R.unsqueeze(-1), index_RK, num_experts)
         # A radix sort takes time for each bit of its keys.
-        sorted_N, entry_N = torch.sort(expert_RK.flatten().to(torch.int16), stable=True)
-        experts_E = torch.arange(num_experts, dtype=torch.int16, device=index_RK.device)
+        dtype = torch.int16 if num_experts < 2**15 else torch.int32
+        sorted_N, entry_N = torch.sort(expert_RK.flatten().to(dtype), stable=True)
+        experts_E = torch.arange(num_experts, dtype=dtype, device=index_RK.device)
         offsets_E = torch.searchsorted(sorted_N, experts_E, right=True, out_int32=True)
         counted_N = torch.arange(entry_N.shape[0], device=entry_N.device)
         position_RK = torch.empty_like(entry_N).scatter(0, entry_N, counted_N).view_as(index_RK)

@@ -1,15 +1,11 @@
-"""Router, grouped experts, selection bias."""
+"""Router, experts, selection bias."""
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-from torch.library import opcheck
-from torch.utils.flop_counter import FlopCounterMode
 
 from harts_titan import decoder_config, model_numbers
-from harts_titan.expert_ops import grouped_linear, grouped_linear_backward
 from harts_titan.moe import MoE, Router, swiglu
 from tests.titan.small_models import LING, random_model
 
@@ -18,65 +14,6 @@ DOUBLE = torch.float64
 
 def make_moe(**changes) -> MoE:
     return random_model(replace(LING, **changes)).moe_layers()[0]
-
-
-def make_groups(sizes: list[int], tail: int = 0):
-    torch.manual_seed(0)
-    x = torch.randn(sum(sizes) + tail, 5, dtype=DOUBLE, requires_grad=True)
-    weight = torch.randn(len(sizes), 3, 5, dtype=DOUBLE, requires_grad=True)
-    return x, weight, torch.tensor(np.cumsum(sizes), dtype=torch.int32)
-
-
-@pytest.mark.parametrize(("sizes", "tail"), [([2, 0, 3], 0), ([0, 4], 2), ([0, 0], 1), ([1], 0)])
-def test_each_group_is_multiplied_by_its_own_matrix(sizes, tail):
-    x, weight, offsets = make_groups(sizes, tail)
-    rows = sum(sizes)
-    want = torch.cat([part @ w.T for part, w in zip(x[:rows].split(sizes), weight, strict=True)])
-    torch.testing.assert_close(grouped_linear(x, weight, offsets)[:rows], want)
-    assert torch.autograd.gradcheck(lambda a, b: grouped_linear(a, b, offsets), (x, weight))
-    opcheck(grouped_linear, (x, weight, offsets))
-    grad = torch.randn(rows + tail, 3, dtype=DOUBLE)
-    opcheck(grouped_linear_backward, (grad, x.detach(), weight.detach(), offsets))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("sizes", [[100, 0, 37, 1], [0, 0, 0, 64]])
-def test_grouped_products_on_a_gpu_are_as_near_to_float64_as_plain_ones(sizes, dtype):
-    torch.manual_seed(0)
-    rows, tail = sum(sizes), 8
-    exact = [
-        torch.randn(rows + tail, 64, dtype=DOUBLE),
-        torch.randn(len(sizes), 48, 64, dtype=DOUBLE),
-        torch.randn(rows + tail, 48, dtype=DOUBLE),
-    ]
-    offsets = torch.tensor(np.cumsum(sizes), dtype=torch.int32)
-    want = (grouped_linear(exact[0], exact[1], offsets),)
-    want += grouped_linear_backward(exact[2], exact[0], exact[1], offsets)
-    low = [x.to(dtype) for x in exact]
-    plain = (grouped_linear(low[0], low[1], offsets),)
-    plain += grouped_linear_backward(low[2], low[0], low[1], offsets)
-    x, weight, grad = (x.cuda() for x in low)
-    x[rows:] = grad[rows:] = torch.nan  # no group's rows: nothing may read them
-    got = (grouped_linear(x, weight, offsets.cuda()),)
-    got += grouped_linear_backward(grad, x, weight, offsets.cuda())
-    eps = torch.finfo(dtype).eps
-    got, plain, want = ((out[:rows], x[:rows], w) for out, x, w in (got, plain, want))
-    for kernel, reference, value in zip(got, plain, want, strict=True):
-        noise = (reference.double() - value).abs().max() + eps * value.abs().max()
-        assert (kernel.cpu().double() - value).abs().max() <= 2 * noise
-
-
-def test_grouped_products_count_their_flops_and_refuse_a_second_derivative():
-    x, weight, offsets = make_groups([2, 3])
-    with FlopCounterMode(display=False) as counter:
-        grouped_linear(x, weight, offsets).sum().backward()
-    assert counter.get_total_flops() == 3 * 2 * 5 * 3 * 5
-    (grad,) = torch.autograd.grad(
-        grouped_linear(x, weight, offsets).square().sum(), x, create_graph=True
-    )
-    with pytest.raises(NotImplementedError, match="no second derivative"):
-        grad.sum().backward()
 
 
 @pytest.mark.parametrize("num_groups", [1, 4])
@@ -137,6 +74,22 @@ def test_experts_run_on_their_rows_and_not_on_padding():
         assert parameter.grad.isfinite().all()
 
 
+def test_experts_may_be_more_than_an_int16_counts():
+    moe, num_experts = make_moe(), 2**15 + 1
+    moe.num_experts = num_experts
+    config = decoder_config(LING).layers[1].moe.experts
+    moe.experts = replace(config, num_experts=num_experts, dim=1, hidden_dim=1).build()
+    with torch.no_grad():
+        for parameter in moe.experts.parameters():
+            parameter.fill_(1)
+    hidden = torch.tensor([[1.0], [torch.nan], [1.0]])
+    index = torch.tensor([[0, num_experts - 1]] * 3)
+    moe._routed(hidden, index, torch.ones(3, 2), ~hidden.isnan().flatten()).sum().backward()
+    want = torch.zeros(num_experts)
+    want[[0, -1]] = 2 * torch.nn.functional.silu(torch.ones(()))
+    torch.testing.assert_close(moe.experts.down_proj.grad.flatten(), want)
+
+
 def test_the_limit_clamps_the_activation_from_above_and_the_other_factor_both_ways():
     gate, up = torch.tensor([9.0, 9.0, -9.0]), torch.tensor([-9.0, 2.0, 9.0])
     got = swiglu(gate, up, 4.0)
@@ -169,6 +122,14 @@ def test_experts_that_do_not_divide_into_groups_are_refused():
     for experts, groups in ((9, 2), (8, 8)):
         with pytest.raises(ValueError, match=f"got {experts} experts in {groups} groups"):
             Router.Config(gate=gate, num_experts=experts, top_k=1, num_groups=groups).build()
+
+
+@pytest.mark.parametrize(("top_k", "top_groups"), [(5, 2), (9, 4), (1, 5)])
+def test_groups_that_do_not_hold_the_experts_of_a_row_are_refused(top_k, top_groups):
+    config = decoder_config(LING).layers[1].moe.router
+    config = replace(config, top_k=top_k, top_groups=top_groups)
+    with pytest.raises(ValueError, match=f"at most 4 top_groups, .* for top_k {top_k}"):
+        config.build()
 
 
 def test_counts_of_microbatches_add_up_in_a_buffer_that_is_not_saved():
