@@ -202,22 +202,23 @@ class _TakeRows(torch.autograd.Function):
 class _RestoreRows(torch.autograd.Function):
     @staticmethod
     def forward(  # pyrefly: ignore [bad-override]
-        ctx, own, cached, complete_source, cached_producer_row, own_complete
+        ctx, own, cached, complete_source, cached_producer_row, q_row, row_packed
     ):
-        ctx.save_for_backward(complete_source, cached_producer_row, own_complete)
+        ctx.save_for_backward(complete_source, cached_producer_row, q_row, row_packed)
         ctx.cached_rows = cached.shape[0]
         rows = cached.index_select(0, cached_producer_row)
         return torch.cat([own, rows]).index_select(0, complete_source)
 
     @staticmethod
     def backward(ctx, grad):  # pyrefly: ignore [bad-override]
-        complete_source, cached_producer_row, own_complete = ctx.saved_tensors
-        own, cached = own_complete.shape[0], cached_producer_row.shape[0]
+        complete_source, cached_producer_row, q_row, row_packed = ctx.saved_tensors
+        own, cached = q_row.shape[0], cached_producer_row.shape[0]
         complete = _first_places(complete_source, own + cached)[own:]
         place = _first_places(cached_producer_row, ctx.cached_rows)
         complete = torch.where(place >= 0, complete.index_select(0, place.clamp(min=0)), -1)
+        own_complete = torch.where(row_packed >= 0, q_row, -1)
         grads = _gather_or_zero(grad, own_complete), _gather_or_zero(grad, complete)
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
@@ -230,10 +231,8 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
 
 def restore_rows(own: Tensor, cached: Tensor, plan: BlockPlan) -> Tensor:
     """Return the complete rows ``[C, ...]`` from own rows and a producer's rows."""
-    own_complete = torch.where(plan.row_packed >= 0, plan.q_row, -1)
-    return _RestoreRows.apply(
-        own, cached.to(own.dtype), plan.complete_source, plan.cached_producer_row, own_complete
-    )
+    index = (plan.complete_source, plan.cached_producer_row, plan.q_row, plan.row_packed)
+    return _RestoreRows.apply(own, cached.to(own.dtype), *index)
 
 
 def position_labels(

@@ -15,6 +15,7 @@ from harts_titan.batch import (
     producer_input,
     restore_rows,
     step_batch,
+    take_rows,
 )
 from planner import PlannerConfig, make_plan, plan_microbatch, plan_window
 from tests.titan.small_models import CHUNK, plain_input, random_masks
@@ -70,6 +71,29 @@ def test_targets_of_a_consumer_read_own_and_cached_rows():
     assert torch.equal(token[: inputs.num_targets], torch.from_numpy(want).long())
     complete = restore_rows(inputs.token, produced.token, inputs.plan)
     assert torch.equal(complete, torch.from_numpy(layout.token))
+
+
+def test_gradients_of_taken_and_restored_rows_are_those_of_plain_gathers():
+    for seed in range(20):
+        trajectories = make_trajectories(seed, count=3)
+        cached = random_cached_prefixes(np.random.default_rng(seed), trajectories)
+        cached[0] = len(trajectories[0])
+        producer, (layout,) = plan_window([trajectories], [cached], chunk_size=CHUNK, align=8)
+        assert producer is not None
+        inputs, produced = block_plan(layout), block_plan(producer)
+        own = torch.randn(len(inputs.q_row), 2, dtype=torch.float64, requires_grad=True)
+        kept = torch.randn(len(produced.q_row), 2, dtype=torch.float64, requires_grad=True)
+        rows = torch.cat([own, kept[inputs.cached_producer_row]])[inputs.complete_source]
+        grad = torch.randn_like(rows) * (inputs.multiplicity > 0).unsqueeze(1)
+        got = restore_rows(own, kept, inputs)
+        assert torch.equal(got, rows)
+        want = torch.autograd.grad(rows, (own, kept), grad)
+        assert all(map(torch.equal, torch.autograd.grad(got, (own, kept), grad), want))
+        for index in (produced.export_halo, inputs.cached_producer_row):
+            grad = torch.randn(len(index), 2, dtype=torch.float64)
+            grad[len(index.unique()) :] = 0  # padding
+            want = torch.autograd.grad(kept[index], kept, grad)
+            assert torch.equal(*torch.autograd.grad(take_rows(kept, index), kept, grad), *want)
 
 
 def test_a_plan_is_a_part_of_the_arrays_of_a_layout():
