@@ -230,7 +230,7 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 def restore_rows(own: Tensor, cached: Tensor, plan: BlockPlan) -> Tensor:
-    """Return the complete rows ``[C, ...]`` from own rows and a producer's rows."""
+    """Return complete rows ``[C, ...]`` of own and a producer's rows; padding has no gradient."""
     index = (plan.complete_source, plan.cached_producer_row, plan.q_row, plan.row_packed)
     return _RestoreRows.apply(own, cached.to(own.dtype), *index)
 

@@ -91,11 +91,7 @@ class HartsBlock(Module):
         return LayerInterface(self.attention.empty_interface(dtype, device), moe)
 
     def forward(
-        self,
-        hidden_RD: Tensor,
-        plan: BlockPlan,
-        interface: LayerInterface,
-        producer: bool = False,
+        self, hidden_RD: Tensor, plan: BlockPlan, interface: LayerInterface, *, producer: bool
     ) -> tuple[Tensor, LayerInterface | LayerStatistics | None]:
         """Return the hidden states and, of a producer, what consumers need of them.
 
@@ -257,7 +253,7 @@ class HartsModel(BaseModel):
         produced: list[LayerInterface] = []
         statistics: list[LayerStatistics] = []
         for layer, layer_interface in zip(self.layers.values(), interface.layers, strict=True):
-            hidden, result = layer(hidden, inputs.plan, layer_interface, producer)
+            hidden, result = layer(hidden, inputs.plan, layer_interface, producer=producer)
             if producer:
                 produced.append(result)
             elif result is not None:

@@ -221,7 +221,7 @@ class MoE(Module):
         self.expert_bias.add_(update.to(self.expert_bias.dtype))
 
     def forward(
-        self, hidden_RD: Tensor, plan: BlockPlan, interface: MoEInterface, *, producer: bool = False
+        self, hidden_RD: Tensor, plan: BlockPlan, interface: MoEInterface, *, producer: bool
     ) -> tuple[Tensor, MoEInterface | LayerStatistics]:
         """Return the layer's output ``[R, D]`` and its statistics, or what consumers need."""
         logits_RE, index_RK, weight_RK = self.router(hidden_RD, self.expert_bias)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from harts_titan import decoder_config, model_numbers, model_registry
-from harts_titan.attention import RotaryEmbedding
+from harts_titan.attention import RotaryEmbedding, rotary_tables
 from harts_titan.model import HartsModel
 from tests.titan.small_models import (
     DENSE,
@@ -193,6 +193,7 @@ def test_rotation_depends_on_distance_only_and_spares_the_rest(interleaved):
         [was[0] * np.cos(11) - was[1] * np.sin(11), was[1] * np.cos(11) + was[0] * np.sin(11)]
     )
     torch.testing.assert_close(pair, turned)
+    torch.library.opcheck(rotary_tables, (torch.tensor([3, 5]), 6, 100.0, torch.float32))
 
 
 def test_a_model_without_experts_has_no_statistics():
