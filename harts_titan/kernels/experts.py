@@ -73,8 +73,7 @@ def _launch_swiglu(
     backward: bool,
 ) -> None:
     rows, width = x.shape[0], x.shape[1] // 2
-    if rows * width == 0:
-        grad_scale.zero_() if backward else None
+    if rows == 0:
         return
     block = min(_COLUMNS // 4, triton.next_power_of_2(width))
     tile = max(1, _COLUMNS // 2 // block)

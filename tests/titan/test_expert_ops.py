@@ -101,6 +101,10 @@ def test_gradients_of_padding_rows_are_zero_whatever_their_entries_receive():
     grad[[1, 3]] = 1
     (got,) = torch.autograd.grad(spread_rows(x, position, valid), x, grad)
     assert torch.equal(got, torch.tensor([[2.0] * 3, [0.0] * 3], dtype=DOUBLE))
+    scale = torch.randn(2, 2, dtype=DOUBLE, requires_grad=True)
+    sorted_scale = sort_choices(scale, position, valid, position.flatten().argsort())
+    (got,) = torch.autograd.grad(sorted_scale, scale, grad[:, 0])
+    assert torch.equal(got, torch.tensor([[1.0] * 2, [0.0] * 2], dtype=DOUBLE))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
