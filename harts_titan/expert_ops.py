@@ -150,7 +150,10 @@ def _(choice: Tensor, top_k: int, num_groups: int, top_groups: int) -> Tensor:
 
 @torch.library.custom_op("harts_titan::router_linear", mutates_args=())
 def router_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Return ``x weight^T`` ``[R, E]`` as exact as in fp32 (fp64 for fp64 inputs).
+    """Return ``x weight^T`` ``[R, E]`` in fp32 (fp64 for fp64 inputs).
+
+    For bf16 rows on a GPU from exact products on tensor cores, whose sums are less exact than
+    fp32 units': on an H200 at D = 1,536 the relative error is 1.6e-6, of fp32 units 1e-7.
 
     Args:
         x: Rows ``[R, D]``.
@@ -187,7 +190,7 @@ def _(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # A product of bf16 numbers is exact in fp32, and an fp32 number is the sum of three bf16 ones. So
-# tensor cores give what fp32 units take three times as long for.
+# tensor cores can form the products that fp32 units take three times as long for.
 
 
 @router_linear.register_kernel("cuda")

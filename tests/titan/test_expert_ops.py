@@ -248,24 +248,18 @@ def test_kernels_of_swiglu_do_not_hide_nan(limit):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
-def test_router_product_in_bf16_is_as_exact_as_in_fp32(weight_dtype):
+def test_router_product_of_bf16_rows_keeps_fp32_weights_and_gradients(weight_dtype):
+    """Sums of tensor cores are the only error: 1.6e-6 on an H200; TF32 would give 3e-4."""
     x = torch.randn(777, 1536).bfloat16()
     weight, grad = torch.randn(128, 1536).to(weight_dtype), torch.randn(777, 128)
     exact = router_linear(x.double(), weight.double())
     grads = router_linear_backward(grad.double(), x.double(), weight.double())
     x, weight, grad = (y.cuda() for y in (x, weight, grad))
-    plain = x.float() @ weight.float().T, (grad @ weight.float()).to(x.dtype), grad.T @ x.float()
-
-    def error(y, z):
-        return float((y.double().cpu() - z).norm() / z.norm())
-
     got = router_linear(x, weight), *router_linear_backward(grad, x, weight)
     assert got[1].dtype == x.dtype and got[2].dtype == weight_dtype
-    rounding = torch.finfo(weight_dtype).eps if weight_dtype != torch.float32 else 1e-6
-    for ours, theirs, z, extra in zip(
-        got, plain, (exact, *grads), (1e-6, 1e-5, rounding), strict=True
-    ):
-        assert error(ours, z) <= 2 * error(theirs, z) + extra
+    for ours, z in zip(got, (exact, *grads), strict=True):
+        rounding = torch.finfo(ours.dtype).eps if ours.dtype == torch.bfloat16 else 0
+        assert float((ours.double().cpu() - z).norm() / z.norm()) <= 4e-6 + rounding / 2
 
 
 @pytest.mark.gpu
