@@ -42,7 +42,7 @@ def test_packed_kda():
     plans = [
         on_gpu(
             build_plan(
-                [Sequence(0, range(i * length, (i + 1) * length)) for i in range(n)],
+                [Sequence(0, list(range(i * length, (i + 1) * length))) for i in range(n)],
                 n * length,
                 chunk_size=64,
             )
