@@ -1,18 +1,14 @@
 """FlashAttention-4 (`flash_attn.cute`) as a backend of tree attention on Hopper GPUs.
 
 Only its two entry points are used, inside our op: the interval mask is a `mask_mod`, the plan's
-block lists are its block-sparse tensors, and its backward compiles with another order of its
-programs (`_balanced_order`). Its backward adds query gradients in no fixed order.
+block lists are its block-sparse tensors. Its backward adds query gradients in no fixed order.
 """
 
-import contextlib
 import functools
 import hashlib
 import importlib
 import inspect
 import logging
-import threading
-from collections.abc import Generator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -26,11 +22,6 @@ _COMMON = {"softmax_scale", "mask_mod", "aux_scalars", "block_sparse_tensors"}
 _FORWARD = {"q", "k", "v", "return_lse", "pack_gqa"} | _COMMON
 _BACKWARD = {"q", "k", "v", "out", "dout", "lse", "deterministic"} | _COMMON
 _LISTS = {"mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", "block_size"}
-# Heads whose backward programs start together at the end; 1 is fa4's own order. On an H200, with
-# all heads in groups of 4, backward took 0.93 and 0.97 of the time on two trees and 1.02 on a deep
-# one, whose heads then share the L2 cache; groups of 8 and 16 lose more there.
-_BALANCED_HEADS = 4
-_COMPILING = threading.Lock()
 _log = logging.getLogger("harts_ops.tree_attention")
 
 
@@ -43,9 +34,6 @@ class _Package:
     lists: Any
     forward_tile: Any
     backward_tile: Any
-    backward_module: Any
-    scheduler: Any
-    order: Any
     visible: Any
     addresses: Any
 
@@ -168,7 +156,7 @@ def _package() -> _Package:
         version = metadata.version("flash-attn-4")
         modules = {
             name: importlib.import_module(f"flash_attn.cute.{name}")
-            for name in ("interface", "block_sparsity", "flash_bwd_sm90")
+            for name in ("interface", "block_sparsity")
         }
     except ImportError as error:
         raise ImportError(
@@ -180,15 +168,11 @@ def _package() -> _Package:
         "block_sparsity.BlockSparseTensorsTorch": _LISTS,
         "interface._tile_size_fwd_sm90": {"sparse_block_size_q"},
         "interface._tile_size_bwd_sm90": {"sparse_block_size_q"},
-        "flash_bwd_sm90.SingleTileScheduler": {"params", "blk_coord"},
-        "flash_bwd_sm90.SingleTileScheduler.Params": {"num_block", "num_head"},
     }
     found: list[Any] = []
     for name, arguments in used.items():
-        module, _, path = name.partition(".")
-        function = functools.reduce(
-            lambda x, part: getattr(x, part, None), path.split("."), modules[module]
-        )
+        module, attribute = name.split(".")
+        function = getattr(modules[module], attribute, None)
         missing = arguments - set(inspect.signature(function).parameters) if function else {name}
         if missing:
             raise RuntimeError(
@@ -196,7 +180,7 @@ def _package() -> _Package:
                 f"written: flash_attn.cute.{name} lacks {sorted(missing)}"
             )
         found.append(function)
-    forward, backward, lists, forward_tile, backward_tile, scheduler, _ = found
+    forward, backward, lists, forward_tile, backward_tile = found
     visible, addresses = _interval_mask()
     return _Package(
         forward=forward,
@@ -204,9 +188,6 @@ def _package() -> _Package:
         lists=lists,
         forward_tile=forward_tile,
         backward_tile=backward_tile,
-        backward_module=modules["flash_bwd_sm90"],
-        scheduler=scheduler,
-        order=_balanced_order(scheduler),
         visible=visible,
         addresses=addresses,
     )
@@ -270,41 +251,6 @@ def _interval_mask() -> tuple[Any, Any]:
         return tuple(cutlass.Int64(x.data_ptr()) for x in tensors)
 
     return visible, addresses
-
-
-def _balanced_order(scheduler: Any) -> Any:
-    """The order in which fa4's backward starts its programs: as it does, but for the last heads.
-
-    It starts the key blocks of one head after the other, which keeps a head's queries in the L2
-    cache. A tree's first key blocks, which nearly all rows see, then also start last, for the last
-    head, and few of them run on alone. So the last heads start together, key block by key block.
-    """
-    cutlass, cute = map(importlib.import_module, ("cutlass", "cutlass.cute"))
-
-    class Order(scheduler):
-        @staticmethod
-        def create(params: Any, ctx: Any = None, *, loc: Any = None, ip: Any = None) -> Any:
-            block, head, batch = cute.arch.block_idx()
-            first = cutlass.max(params.num_head - _BALANCED_HEADS, 0)
-            among = cutlass.min(cutlass.max(head - first + 1, 0), 1)
-            start = head - (head - first) * among
-            heads = 1 + (params.num_head - first - 1) * among
-            number = (head - start) * params.num_block + block
-            block = number // heads
-            return scheduler(params, (block, start + number - block * heads, batch), loc=loc, ip=ip)
-
-    return Order
-
-
-@contextlib.contextmanager
-def _balanced(package: _Package) -> Generator[None]:
-    """Let fa4 compile its backward with our order; a compiled one is not affected."""
-    with _COMPILING:
-        package.backward_module.SingleTileScheduler = package.order
-        try:
-            yield
-        finally:
-            package.backward_module.SingleTileScheduler = package.scheduler
 
 
 def _lists(count: Tensor, index: Tensor, sizes: tuple[int, int], block: tuple[int, int]) -> Any:
