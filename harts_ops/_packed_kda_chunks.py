@@ -62,7 +62,7 @@ def forward(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @torch.autocast("cpu", enabled=False)
 def backward(
     grad_out: Tensor,
-    grad_exported_states: Tensor,
+    grad_exported_states: Tensor | None,
     exported_states: Tensor,
     scores: Tensor,
     inverse: Tensor,
@@ -78,7 +78,8 @@ def backward(
 
     grad_out = output_gradients(grad_out, inputs, order).mul_(inputs.scale)
     grad_pool = torch.zeros_like(pool)
-    _exported(grad_pool, inputs).copy_(grad_exported_states)
+    if grad_exported_states is not None:
+        _exported(grad_pool, inputs).copy_(grad_exported_states)
     grad_states, grad_delta = _scan_backward(chunks, grad_out, grad_pool, order)
     grads = _chunks_backward(chunks, states, delta, grad_out, grad_states, grad_delta, inputs)
     return row_gradients(grads, grad_pool, inputs, order)

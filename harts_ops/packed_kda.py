@@ -283,7 +283,7 @@ def _(*args):
     "harts::packed_kda_backward",
     mutates_args=(),
     schema=(
-        "(Tensor grad_out, Tensor grad_exported_states, Tensor exported_states, Tensor scores, "
+        "(Tensor grad_out, Tensor? grad_exported_states, Tensor exported_states, Tensor scores, "
         f"Tensor inverse, {_INPUTS}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, "
         "Tensor grad_gate, Tensor grad_beta, Tensor grad_halo_k, Tensor grad_halo_v, "
         "Tensor grad_halo_gate, Tensor grad_halo_beta, Tensor grad_external_states, "
@@ -292,13 +292,16 @@ def _(*args):
 )
 def packed_kda_backward_op(
     grad_out: Tensor,
-    grad_exported_states: Tensor,
+    grad_exported_states: Tensor | None,
     exported_states: Tensor,
     scores: Tensor,
     inverse: Tensor,
     *args,
 ) -> tuple[Tensor, ...]:
-    """Gradient of each floating input in its dtype; of an absent one, an empty tensor ``[0]``."""
+    """Gradient of each floating input in its dtype; of an absent one, an empty tensor ``[0]``.
+
+    Exported states that nothing but this call's own sequences read have no gradient: None.
+    """
     return _packed_kda_chunks.backward(
         grad_out, grad_exported_states, exported_states, scores, inverse, *args
     )
@@ -323,12 +326,16 @@ def _save_for_backward(ctx, inputs, output):
     tensors = 24  # the leading tensor arguments of the schema; the rest are scalars
     ctx.scalars = inputs[tensors:]
     ctx.mark_non_differentiable(*output[2:])
+    # Zeros in place of a missing gradient would be 1 MiB a state at 16 heads of 128 x 128.
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:], *inputs[:tensors])
 
 
 def _backward(ctx, grad_out, grad_exported_states, *_):
     exported_states, scores, inverse, *tensors = ctx.saved_tensors
     inputs = (*tensors, *ctx.scalars)
+    if grad_out is None:
+        grad_out = torch.zeros_like(tensors[2])
     grads = packed_kda_backward_op(
         grad_out, grad_exported_states, exported_states, scores, inverse, *inputs
     )

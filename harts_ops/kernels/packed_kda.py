@@ -28,7 +28,7 @@ def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def backward(
     grad_out: Tensor,
-    grad_exported_states: Tensor,
+    grad_exported_states: Tensor | None,
     exported_states: Tensor,
     scores: Tensor,
     inverse: Tensor,
@@ -37,7 +37,9 @@ def backward(
     """The CUDA body of ``harts::packed_kda_backward``."""
     call = make_call(args)
     grad_out = grad_out.contiguous()
-    grad_exported = grad_exported_states.float().contiguous()
+    grad_exported = grad_exported_states
+    if grad_exported is not None:
+        grad_exported = grad_exported.float().contiguous()
     with call.device():
         rows = launch.destination(call, None)
         prepared = launch.prepare(call, scores, inverse, rows, grad_out)

@@ -179,7 +179,7 @@ def _scan_arguments(
 
 
 def reverse_scan(
-    call: Call, prepared: Prepared, grad_exported: Tensor
+    call: Call, prepared: Prepared, grad_exported: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the states after all chunks, of delta, and of each sequence's initial state."""
     inputs = call.inputs
@@ -192,7 +192,7 @@ def reverse_scan(
         prepared.decay,
         prepared.scores,
         prepared.grad_out,
-        grad_exported,
+        grad_sources if grad_exported is None else grad_exported,
         grad_states,
         grad_delta,
         grad_sources,
@@ -206,7 +206,8 @@ def reverse_scan(
     )
     programs = call.scan_programs("reverse_scan", inputs.max_sequences)
     kernel = _scans._reverse_scan_kernel[(programs,)]
-    options = {**call.scan_sizes, **call.options["reverse_scan"]}
+    exported = grad_exported is not None
+    options = {**call.scan_sizes, "EXPORTED": exported, **call.options["reverse_scan"]}
     for index in reversed(range(inputs.num_rounds)):
         kernel(*arguments, index, call.num_external, **options)
     return grad_states, grad_delta, grad_sources

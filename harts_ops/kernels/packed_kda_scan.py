@@ -150,12 +150,14 @@ def _reverse_scan_kernel(
     BV: tl.constexpr,
     PK: tl.constexpr,
     STAGES: tl.constexpr,
+    EXPORTED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """The chunks of one sequence of a round from last to first, BV columns of one head.
 
     Writes the gradients of the state after and of delta of every chunk, and of the initial state.
-    What the readers of a boundary return is added before that chunk's gradient is written.
+    What the readers of a boundary return is added before that chunk's gradient is written, and
+    with EXPORTED the gradient of the exported state.
     """
     num_v = tl.cdiv(V, BV)
     pid = tl.program_id(0)
@@ -193,8 +195,10 @@ def _reverse_scan_kernel(
 
         slot = tl.load(export_slot_ptr + first_chunk + t)
         if slot > 0:
-            base = grad_export_ptr + ((slot - 1 - num_external).to(tl.int64) * HV + hv) * (K * V)
-            grad += tl.load(base + o_k[None, :] * V + o_v[:, None], mask=m_vk, other=0.0)
+            if EXPORTED:
+                base = (slot - 1 - num_external).to(tl.int64) * HV + hv
+                base = grad_export_ptr + base * (K * V)
+                grad += tl.load(base + o_k[None, :] * V + o_v[:, None], mask=m_vk, other=0.0)
             grad += sum_readers(dh0_ptr, reader_ptr_ptr, reader_ptr, slot, hv, o_v, o_k, HV, K, V)
         left = grad.to(dtype)
         base = grad_states_ptr + ((first_chunk + t) * HV + hv) * (K * V)

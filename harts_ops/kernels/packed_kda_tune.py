@@ -192,10 +192,10 @@ def make_stages(args: list[Any]) -> dict[str, Callable[[dict[str, int]], Any]]:
     out = torch.empty_like(inputs.v)
     rows = launch.destination(call, out)
     launch.prepare(call, scores, inverse, rows)
-    grad_out, grad_exported = torch.randn_like(out), torch.zeros_like(exported)
+    grad_out = torch.randn_like(out)
     prepared = launch.prepare(call, scores, inverse, rows, grad_out)
     states, delta = launch.rescan(call, prepared, exported)
-    grad_states, grad_delta, _ = launch.reverse_scan(call, prepared, grad_exported)
+    grad_states, grad_delta, _ = launch.reverse_scan(call, prepared, None)
     grads = launch.empty_gradients(call)
     chunk_states = (states, delta, grad_states, grad_delta)
     parts, d_beta, d_v = launch.matrix_gradient(call, prepared, chunk_states, grads)
@@ -205,7 +205,7 @@ def make_stages(args: list[Any]) -> dict[str, Callable[[dict[str, int]], Any]]:
         "reprepare": lambda c: launch.prepare(c, scores, inverse, rows, grad_out),
         "scan": lambda c: launch.scan(c, prepared, exported, rows, out),
         "rescan": lambda c: launch.rescan(c, prepared, exported),
-        "reverse_scan": lambda c: launch.reverse_scan(c, prepared, grad_exported),
+        "reverse_scan": lambda c: launch.reverse_scan(c, prepared, None),
         "matrix_gradient": lambda c: launch.matrix_gradient(c, prepared, chunk_states, grads),
         "gradient": lambda c: launch.gradient(c, prepared, parts),
         "row_gradient": lambda c: launch.row_gradient(c, grads, packed),

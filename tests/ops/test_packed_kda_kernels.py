@@ -42,6 +42,7 @@ class Interpreted(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
         outputs = kernels.forward(*inputs)
+        ctx.set_materialize_grads(False)
         ctx.inputs, ctx.saved = inputs, outputs[1:]
         ctx.mark_non_differentiable(*outputs[2:])
         return outputs
@@ -162,6 +163,21 @@ def test_sequences_of_one_token_and_rounds_without_sequences():
     inputs = make_inputs(6, heads=(1, 1), widths=(16, 16), gate_form="lower_bound")
     options = ACTIVATED | {"gate_form": "lower_bound", "chunk_size": 32}
     assert_as_exact(inputs, plan, torch.float, **options)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("with_kernels")
+def test_states_that_nobody_else_reads_need_no_gradient():
+    sequences, _, num_rows = branch_sequences([(None, 0, 70), (0, 33, 40)], chunk_size=32)
+    plan = moved(build_plan(sequences, num_rows, chunk_size=32))
+    inputs = make_inputs(num_rows, heads=(1, 1), widths=(16, 16), gate_form="lower_bound")
+    inputs = moved(inputs, torch.float)
+    options = ACTIVATED | {"gate_form": "lower_bound", "chunk_size": 32}
+    out, states = packed_kda(**inputs, **plan, **options)
+    leaves, grad = list(inputs.values()), torch.randn_like(out)
+    alone = torch.autograd.grad(out, leaves, grad, retain_graph=True)
+    both = torch.autograd.grad((out, states), leaves, (grad, torch.zeros_like(states)))
+    assert all(map(torch.equal, alone, both))
 
 
 @needs_kernels

@@ -1,6 +1,7 @@
 """packed_kda as PyTorch sees it: registration, compilation, autocast, transforms, bad arguments."""
 
 import functools
+import sys
 
 import pytest
 import torch
@@ -34,9 +35,32 @@ def test_registration_of_forward_and_backward():
     out, states, scores, inverse = packed_kda_op(*arguments)
     arguments = (out, states, states, scores, inverse, *arguments)
     torch.library.opcheck(packed_kda_backward_op, arguments)
+    torch.library.opcheck(packed_kda_backward_op, (out, None, *arguments[2:]))
     without = PackedKdaInputs(*arguments[5:])._replace(A_log=None, dt_bias=None)
     without = without._replace(gate_form="log_decay", gate=-without.gate.abs())
     torch.library.opcheck(packed_kda_op, tuple(without))
+
+
+def test_results_that_nobody_reads_have_no_gradient_to_store(monkeypatch):
+    """Outputs alone, states alone, and both with zeros for the other give the same gradients."""
+    inputs, plan = tree_case(4)
+    out, states = packed_kda(**inputs, **plan, **BOUNDED)
+    weights, zeros = (torch.randn_like(out), torch.randn_like(states)), (0 * out, 0 * states)
+    leaves = list(inputs.values())
+    for i, result in enumerate((out, states)):
+        alone = torch.autograd.grad(result, leaves, weights[i], retain_graph=True)
+        grads = (weights[0], zeros[1]) if i == 0 else (zeros[0], weights[1])
+        both = torch.autograd.grad((out, states), leaves, grads, retain_graph=True)
+        assert all(map(torch.equal, alone, both))
+    seen = []
+    op = packed_kda_backward_op
+    monkeypatch.setattr(
+        sys.modules["harts_ops.packed_kda"],
+        "packed_kda_backward_op",
+        lambda *args: seen.append(args[1]) or op(*args),
+    )
+    torch.autograd.grad(out, leaves, weights[0])
+    assert seen == [None]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
