@@ -41,6 +41,7 @@ OPTIONS = {
 }
 PEAK_BYTES, PEAK_FLOPS = 4.8e12, 989e12  # per second; H200, dense bf16
 ROW_INPUTS = ("q", "k", "v", "gate", "beta")
+START = time.perf_counter()
 
 Inputs = dict[str, Tensor]
 Run = Callable[[Inputs], Tensor]
@@ -188,18 +189,19 @@ def milliseconds(fn: Callable[[], Any], repeats: int = 7, warmup: int = 2) -> fl
     return statistics.median(start.elapsed_time(end) for start, end in events)
 
 
-def measure(run: Run, rows: int) -> dict[str, float]:
+def measure(run: Run, rows: int, repeats: int = 7) -> dict[str, float]:
     """Milliseconds forward alone and with backward, and the memory that a call adds."""
     call = forward_backward(run, rows)
     call()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    total = milliseconds(call)
+    warmup = min(2, repeats - 1)
+    total = milliseconds(call, repeats, warmup)
     peak = torch.cuda.max_memory_allocated() - before
     inputs = make_inputs(rows)
     with torch.no_grad():
-        forward = milliseconds(lambda: run(inputs))
+        forward = milliseconds(lambda: run(inputs), repeats, warmup)
     return {"ms": total, "forward_ms": forward, "peak_gib": peak / 2**30}
 
 
@@ -233,20 +235,33 @@ def bench_layout(layout: Layout) -> dict[str, Any]:
     }
     node_wise = [np.array([i]) for i in range(len(layout.segments))]
     runs = {
-        "ours": (ours(arrays), rows),
-        "one_round": (one_round(tokens, SEQUENCES), tokens),
-        "per_round_calls": (call_per_round(arrays), rows),
-        "level_wise": (fla_by_group(layout, groups), rows),
-        "node_wise": (fla_by_group(layout, node_wise), rows),
+        "ours": (ours(arrays), rows, 7),
+        "one_round": (one_round(tokens, SEQUENCES), tokens, 7),
+        "per_round_calls": (call_per_round(arrays), rows, 3),
+        "level_wise": (fla_by_group(layout, groups), rows, 3),
+        "node_wise": (fla_by_group(layout, node_wise), rows, 1),  # seconds a call
     }
-    for name, (run, count) in runs.items():
-        found[name] = show(name, measure(run, count))
+    for name, (run, count, repeats) in runs.items():
+        found[name] = show(name, measure(run, count, repeats))
     return found
 
 
 def show(name: str, found: Any) -> Any:
-    print(name, json.dumps(found), flush=True)
+    print(f"[{time.perf_counter() - START:6.1f} s]", name, json.dumps(found), flush=True)
     return found
+
+
+def bench_ours() -> None:
+    """Our own times alone, to compare two versions of the kernels."""
+    bench_kernels()
+    show("one_round", measure(one_round(ROWS, SEQUENCES), ROWS))
+    show("rounds32", measure(ours(equal_rounds(32, SEQUENCES, ROWS // 32 // SEQUENCES)), ROWS))
+    for name, layout in tree_layouts(ROWS).items():
+        arrays = layout.arrays()
+        show(name, measure(ours(arrays), len(arrays["row_packed"])))
+        tokens = len(arrays["packed_row"]) // SEQUENCES * SEQUENCES
+        show(f"{name} one_round", measure(one_round(tokens, SEQUENCES), tokens))
+    show("small", bench_small())
 
 
 def bench_small() -> dict[str, float]:
@@ -342,10 +357,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--fla-configs", type=int, help="configurations that fla may measure")
+    parser.add_argument("--ours-only", action="store_true", help="kernels, rounds and layouts")
     options = parser.parse_args()
     os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
     if options.fla_configs:
         keep_few_configurations(options.fla_configs)
+    if options.ours_only:
+        bench_ours()
+        return
     kernels = bench_kernels()
     rounds = bench_rounds()
     layouts = {name: bench_layout(layout) for name, layout in tree_layouts(ROWS).items()}
