@@ -3,7 +3,7 @@
 Not a pytest-benchmark file: a call takes a fifth of a second, and one run gives all figures.
 Peers (liger-kernel, cut-cross-entropy) are measured where they are installed.
 
-    python benchmarks/bench_logprob.py --out benchmarks/results/logprob.json
+    python -m benchmarks.bench_logprob --out benchmarks/results/logprob.json
 """
 
 import argparse
@@ -247,7 +247,7 @@ def report(times: dict[str, float], memory: dict[str, float], rate: float, commi
         "device": torch.cuda.get_device_name(),
         "versions": versions,
         "commit": commit,
-        "command": "python " + " ".join(sys.argv),
+        "command": "python -m benchmarks.bench_logprob " + " ".join(sys.argv[1:]),
         "shape": {"C": ROWS, "D": WIDTH, "V": VOCAB, "dtype": "bfloat16"},
         "times_ms": {name: round(value, 3) for name, value in times.items()},
         "gemm_tflops": round(rate, 1),
@@ -275,6 +275,8 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true", help="measure only this package")
     parser.add_argument("--profile", action="store_true", help="also print the longest kernels")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("This benchmark needs an NVIDIA GPU.")
     git = ["git", "rev-parse", "--short", "HEAD"]
     commit = arguments.commit or subprocess.run(git, capture_output=True, text=True).stdout.strip()
     times: dict[str, float] = {}

@@ -359,6 +359,8 @@ def main() -> None:
     parser.add_argument("--fla-configs", type=int, help="configurations that fla may measure")
     parser.add_argument("--ours-only", action="store_true", help="kernels, rounds and layouts")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("This benchmark needs an NVIDIA GPU.")
     os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
     if options.fla_configs:
         keep_few_configurations(options.fla_configs)

@@ -197,6 +197,8 @@ def main() -> None:
     parser.add_argument("--fla-configs", type=int, help="configurations that fla may measure")
     parser.add_argument("--no-peers", action="store_true", help="measure only this package")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("This benchmark needs an NVIDIA GPU.")
     # fla reads it when it is imported; without its dispatch there are no Gluon kernels.
     os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "0"
     if options.fla_configs:

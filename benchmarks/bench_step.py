@@ -303,6 +303,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
+    if not torch.cuda.is_available():
+        sys.exit("This benchmark needs an NVIDIA GPU.")
     if arguments.compare_logits:
         print(json.dumps(compare_logits(arguments.flavor, arguments.layers or 4, "cuda")))
         return

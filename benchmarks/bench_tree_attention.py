@@ -3,7 +3,7 @@
 Not a pytest-benchmark file: every tree is timed in one process, so that ratios share one clock.
 TFLOP/s are useful ones: the two products of a visible pair forward, five backward, nothing else.
 
-    python benchmarks/bench_tree_attention.py --out benchmarks/results/tree_attention.json
+    python -m benchmarks.bench_tree_attention --out benchmarks/results/tree_attention.json
 """
 
 import argparse
@@ -281,7 +281,7 @@ def environment() -> dict[str, str]:
         "fa4": version("flash-attn-4"),
         "date": datetime.date.today().isoformat(),
         "commit": commit.strip(),
-        "command": "python " + " ".join(sys.argv),
+        "command": "python -m benchmarks.bench_tree_attention " + " ".join(sys.argv[1:]),
     }
 
 
@@ -362,6 +362,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("This benchmark needs an NVIDIA GPU.")
     has_fa4 = importlib.util.find_spec("flash_attn") is not None
     trees = bench_trees(["fa4", "triton"] if has_fa4 else ["triton"])
     others = bench_others(has_fa4)
