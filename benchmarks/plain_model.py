@@ -262,8 +262,8 @@ class MoE(nn.Module):
         super().__init__()
         self.router = nn.Parameter(torch.empty(n.num_experts, n.dim))
         self.register_buffer("bias", torch.zeros(n.num_experts))
-        up = (n.num_experts, n.expert_hidden_dim, n.dim)
-        self.gate_proj, self.up_proj = (nn.Parameter(torch.empty(up)) for _ in range(2))
+        gate_up = (n.num_experts, 2, n.expert_hidden_dim, n.dim)
+        self.gate_up_proj = nn.Parameter(torch.empty(gate_up))
         self.down_proj = nn.Parameter(torch.empty(n.num_experts, n.dim, n.expert_hidden_dim))
         self.shared = FeedForward(n.dim, n.shared_hidden_dim)
         self.numbers, self.kernels = n, kernels
@@ -291,10 +291,8 @@ class MoE(nn.Module):
         place[order] = torch.arange(order.numel(), device=order.device)
         place = place.view_as(expert)
         rows = Permute.apply(x, order, place)
-        hidden = F.silu(grouped_mm(rows, self.gate_proj, ends)) * grouped_mm(
-            rows, self.up_proj, ends
-        )
-        hidden = hidden * weight.flatten()[order].unsqueeze(-1)
+        gate, up = grouped_mm(rows, self.gate_up_proj.flatten(1, 2), ends).chunk(2, dim=-1)
+        hidden = F.silu(gate) * up * weight.flatten()[order].unsqueeze(-1)
         out = grouped_mm(hidden.to(x.dtype), self.down_proj, ends)
         return Unpermute.apply(out, order, place) + self.shared(x)
 

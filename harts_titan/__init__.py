@@ -292,7 +292,7 @@ def _moe(n: DecoderNumbers, layer: int) -> MoE.Config:
             dim=n.dim,
             hidden_dim=n.expert_hidden_dim,
             limit=_limit(n.expert_limits, layer),
-            param_init=dict.fromkeys(("gate_proj", "up_proj", "down_proj"), _init_normal),
+            param_init=dict.fromkeys(("gate_up_proj", "down_proj"), _init_normal),
         ),
         shared_experts=shared if n.shared_hidden_dim else None,
         balance_scope=n.balance_scope,

@@ -19,15 +19,22 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.utils import MoEStateDictAdapter
 
 from harts_titan.attention import LatentAttention
-from harts_titan.kda import DeltaAttention, LowRankLinear
+from harts_titan.checkpoint_names import (
+    EXPERT,
+    GATE_UP,
+    Names,
+    attention_names,
+    block_tensors,
+    is_view,
+    join_experts,
+    layer_names,
+    split_experts,
+)
 from harts_titan.model import HartsBlock, HartsModel
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 FLOATS = ("F64", "F32", "F16", "BF16")
-EXPERT = "{}"  # stands for the expert's index in a Hugging Face name
-
-Names = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +129,7 @@ class HybridStateDictAdapter(MoEStateDictAdapter):
             self.hf_assets_path = hf_assets_path
         self._blocks: list[HartsBlock.Config] = model_config.layers
         self._native: dict[str, Tensor] = {}
+        self._joined: dict[str, Tensor] = {}
         self._asked: dict[str, Tensor] = {}
         self._names = self._resolve()
         self._carried = self._find_carried()
@@ -130,7 +138,7 @@ class HybridStateDictAdapter(MoEStateDictAdapter):
         """Return native name -> Hugging Face name for every tensor of the model."""
         names = dict(self.block)
         for index, block in enumerate(self._blocks):
-            for native in _block_tensors(block):
+            for native in block_tensors(block):
                 key = f"{native}.low_rank" if self._is_low_rank_query(block, native) else native
                 if key not in self.layer:
                     raise ValueError(f"the checkpoint format has no name for {key}")
@@ -185,7 +193,7 @@ class HybridStateDictAdapter(MoEStateDictAdapter):
     ) -> dict[str, int]:
         """Return the bytes of each saved tensor, those of other processes' experts included."""
         sizes: dict[str, int] = {}
-        for native, value in state_dict.items():
+        for native, value in split_experts(state_dict).items():
             keys = self._expand(native, self._names[native])
             sizes |= dict.fromkeys(keys, value.numel() * value.element_size() // len(keys))
         for name in self._carried:
@@ -203,6 +211,8 @@ class HybridStateDictAdapter(MoEStateDictAdapter):
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return views of the tensors under Hugging Face names, and the carried tensors."""
+        self._joined = {name: x for name, x in state_dict.items() if name.endswith(GATE_UP)}
+        state_dict = split_experts(state_dict)
         unknown = sorted(set(state_dict) - set(self._names))
         if unknown:
             raise ValueError(f"the checkpoint format has no name for {_listing(unknown)}")
@@ -252,14 +262,15 @@ class HybridStateDictAdapter(MoEStateDictAdapter):
                 missing.extend(key for key in keys if key not in hf_state_dict)
             elif EXPERT not in name:
                 result[native] = self._from_shape(native, parts[0])
-            elif native in self._native and _is_view(parts[0], self._native[native]):
+            elif native in self._native and is_view(parts[0], self._native[native]):
                 result[native] = self._native[native]
             else:
                 result[native] = torch.stack(parts)
-        self._native, self._asked = {}, {}
+        joined = self._joined
+        self._native, self._joined, self._asked = {}, {}, {}
         if missing:
             raise ValueError(f"the checkpoint lacks {_listing(missing)}")
-        return result
+        return join_experts(result, joined)
 
     def get_hf_storage_reader(
         self, path: str, from_quantized: bool = False
@@ -289,90 +300,6 @@ class HybridStateDictAdapter(MoEStateDictAdapter):
         return HuggingFaceStorageReader(path)
 
 
-def _is_view(part: Tensor, whole: Tensor) -> bool:
-    """Whether ``part`` lives in the memory of ``whole``, so that filling it filled ``whole``."""
-    local = [x.to_local() if isinstance(x, DTensor) else x for x in (part, whole)]
-    return local[0].untyped_storage().data_ptr() == local[1].untyped_storage().data_ptr()
-
-
-def _block_tensors(block: HartsBlock.Config) -> list[str]:
-    """Return the native names of a block's tensors."""
-    names = ["attention_norm.weight", "ffn_norm.weight"]
-    attention = block.attention
-    if isinstance(attention, DeltaAttention.Config):
-        names += [f"attention.{x}_proj.weight" for x in ("q", "k", "v", "beta", "o")]
-        names += [f"attention.short_conv.{x}" for x in ("query", "key", "value")]
-        names += ["attention.decay.A_log", "attention.decay.dt_bias", "attention.norm.weight"]
-        for gate in ("decay_proj", "gate_proj"):
-            low_rank = isinstance(getattr(attention, gate), LowRankLinear.Config)
-            parts = (".down_proj", ".up_proj") if low_rank else ("",)
-            names += [f"attention.{gate}{part}.weight" for part in parts]
-    else:
-        latent = ("q_down_proj", "q_norm", "q_proj", "kv_down_proj", "kv_norm", "kv_up_proj")
-        grouped = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm")
-        parts = latent if isinstance(attention, LatentAttention.Config) else grouped
-        names += [
-            f"attention.{part}.weight"
-            for part in (*parts, "o_proj", "gate_proj")
-            if getattr(attention, part) is not None
-        ]
-    projections = ("gate_proj", "up_proj", "down_proj")
-    if block.moe is None:
-        return names + [f"feed_forward.{x}.weight" for x in projections]
-    names += ["moe.router.gate.weight", "moe.expert_bias"]
-    names += [f"moe.experts.{x}" for x in projections]
-    if block.moe.shared_experts is not None:
-        names += [f"moe.shared_experts.{x}.weight" for x in projections]
-    return names
-
-
-def _attention_names(prefix: str, out: str) -> Names:
-    """Names within an attention layer that the families share."""
-    theirs = {
-        "q_proj.weight": "q_proj.weight",
-        "q_proj.weight.low_rank": "q_b_proj.weight",
-        "q_down_proj.weight": "q_a_proj.weight",
-        "q_norm.weight": "q_a_layernorm.weight",
-        "kv_down_proj.weight": "kv_a_proj_with_mqa.weight",
-        "kv_norm.weight": "kv_a_layernorm.weight",
-        "kv_up_proj.weight": "kv_b_proj.weight",
-        "k_proj.weight": "k_proj.weight",
-        "v_proj.weight": "v_proj.weight",
-        "beta_proj.weight": "b_proj.weight",
-        "o_proj.weight": f"{out}.weight",
-        "norm.weight": "o_norm.weight",
-        "short_conv.query": "q_conv1d.weight",
-        "short_conv.key": "k_conv1d.weight",
-        "short_conv.value": "v_conv1d.weight",
-        "decay.A_log": "A_log",
-        "decay.dt_bias": "dt_bias",
-        "decay_proj.weight": "f_proj.weight",
-        "decay_proj.down_proj.weight": "f_a_proj.weight",
-        "decay_proj.up_proj.weight": "f_b_proj.weight",
-        "gate_proj.weight": "g_proj.weight",
-        "gate_proj.down_proj.weight": "g_a_proj.weight",
-        "gate_proj.up_proj.weight": "g_b_proj.weight",
-    }
-    return {f"attention.{native}": f"{prefix}.{name}" for native, name in theirs.items()}
-
-
-def _layer_names(moe: str, experts: tuple[str, str, str], bias: str) -> Names:
-    """Names of the norms and feed-forward layers."""
-    projections = ("gate_proj", "up_proj", "down_proj")
-    names = {
-        "attention_norm.weight": "input_layernorm.weight",
-        "ffn_norm.weight": "post_attention_layernorm.weight",
-        "moe.router.gate.weight": f"{moe}.gate.weight",
-        "moe.expert_bias": f"{moe}.gate.{bias}",
-    }
-    for projection, expert in zip(projections, experts, strict=True):
-        names[f"feed_forward.{projection}.weight"] = f"mlp.{projection}.weight"
-        shared = f"shared_experts.{projection}.weight"
-        names[f"moe.{shared}"] = f"{moe}.{shared}"
-        names[f"moe.experts.{projection}"] = f"{moe}.experts.{EXPERT}.{expert}.weight"
-    return names
-
-
 class LingStateDictAdapter(HybridStateDictAdapter):
     """Ling-3.0 (``bailing_hybrid``)."""
 
@@ -381,7 +308,7 @@ class LingStateDictAdapter(HybridStateDictAdapter):
         "norm.weight": "model.norm.weight",
         "lm_head.weight": "lm_head.weight",
     }
-    layer = _attention_names("attention", "dense") | _layer_names(
+    layer = attention_names("attention", "dense") | layer_names(
         "mlp", ("gate_proj", "up_proj", "down_proj"), "expert_bias"
     )
     aliases = (
@@ -400,7 +327,7 @@ class KimiLinearStateDictAdapter(HybridStateDictAdapter):
         "norm.weight": "model.norm.weight",
         "lm_head.weight": "lm_head.weight",
     }
-    layer = _attention_names("self_attn", "o_proj") | _layer_names(
+    layer = attention_names("self_attn", "o_proj") | layer_names(
         "block_sparse_moe", ("w1", "w3", "w2"), "e_score_correction_bias"
     )
     # transformers writes its dense layers under the name of the routed ones.

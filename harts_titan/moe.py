@@ -76,7 +76,7 @@ class FeedForward(Module):
 
 
 class GroupedExperts(Module):
-    """All experts of a layer: one stacked tensor per projection."""
+    """All experts of a layer, stacked; gate and up projections in one tensor, for one product."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -90,19 +90,14 @@ class GroupedExperts(Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        up_shape = (config.num_experts, config.hidden_dim, config.dim)
-        self.gate_proj = nn.Parameter(torch.empty(up_shape))
-        self.up_proj = nn.Parameter(torch.empty(up_shape))
-        self.down_proj = nn.Parameter(
-            torch.empty(config.num_experts, config.dim, config.hidden_dim)
-        )
+        experts, dim, hidden_dim = config.num_experts, config.dim, config.hidden_dim
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2, hidden_dim, dim))
+        self.down_proj = nn.Parameter(torch.empty(experts, dim, hidden_dim))
         self.limit = config.limit
 
     def forward(self, rows_ND: Tensor, scale_N: Tensor, offsets_E: Tensor) -> Tensor:
         """Return each row's expert output times its scale; rows are sorted by expert."""
-        # One GEMM for both: the copy of the weights costs less than a second gradient of rows.
-        weight_EFD = torch.cat([self.gate_proj, self.up_proj], dim=1)
-        gate_up_NF = grouped_linear(rows_ND, weight_EFD, offsets_E)
+        gate_up_NF = grouped_linear(rows_ND, self.gate_up_proj.flatten(1, 2), offsets_E)
         hidden_NF = scaled_swiglu(gate_up_NF, scale_N, self.limit)
         return grouped_linear(hidden_NF, self.down_proj, offsets_E)
 

@@ -203,9 +203,8 @@ class Oracle:
         limit = _limit(n.expert_limits, layer)
         out = torch.zeros_like(x_NLD)
         for expert in range(n.num_experts):
-            gate, up, down = (
-                self.state[f"{name}.experts.{part}_proj"][expert] for part in ("gate", "up", "down")
-            )
+            gate, up = self.state[f"{name}.experts.gate_up_proj"][expert]
+            down = self.state[f"{name}.experts.down_proj"][expert]
             share = (weight * (index == expert)).sum(-1, keepdim=True)
             out = out + share * (_swiglu(x_NLD @ gate.T, x_NLD @ up.T, limit) @ down.T)
         self.routing.append(
