@@ -108,7 +108,9 @@ def chain_sequences(segments: Segments, chunk_size: int) -> Sequences:
     source = _nearest(above, waits)
     rounds = 1 + _sum_over_path(above, waits.astype(np.int64))
     chunks = np.where(source >= 0, (anchor - anchor[source]) // chunk_size, 0)
-    by_round = np.argsort(rounds, kind="stable")
+    # Longest first within a round: a scan that starts them in this order ends soonest.
+    length = segments.end[last - 1] - anchor
+    by_round = np.lexsort((-length, rounds))
     rank = np.empty_like(by_round)
     rank[by_round] = np.arange(len(by_round))
     source = np.where(source >= 0, rank[source], -1)
