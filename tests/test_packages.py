@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {
     "planner": {"planner", "numpy"},
     "harts_ops": {"harts_ops", "torch"},
-    "harts_ops/kernels": {"harts_ops", "torch", "triton", "fla", "flash_attn"},
+    "harts_ops/kernels": {"harts_ops", "torch", "triton", "flash_attn"},
     "harts_titan": {
         "harts_titan",
         "harts_ops",

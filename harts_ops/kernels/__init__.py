@@ -1,1 +1,1 @@
-"""Triton kernels and fla calls, one module per operator; loaded only by CUDA code."""
+"""Triton kernels and FlashAttention-4 calls; loaded only by CUDA code."""
