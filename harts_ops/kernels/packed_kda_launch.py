@@ -142,7 +142,8 @@ def rescan(call: Call, prepared: Prepared, exported: Tensor) -> tuple[Tensor, Te
     arguments = _scan_arguments(call, prepared, exported, unused, prepared.values, states, delta)
     programs = call.scan_programs("rescan", call.inputs.source.shape[0])
     options = {**call.scan_sizes, "FORWARD": False, **call.options["rescan"]}
-    _scans._scan_kernel[(programs,)](*arguments, 0, call.num_external, **options)
+    if call.num_chunks:
+        _scans._scan_kernel[(programs,)](*arguments, 0, call.num_external, **options)
     return states, delta
 
 
@@ -319,11 +320,11 @@ def row_gradient(call: Call, grads: dict[str, Tensor], packed: tuple[Tensor, ...
     num_rows = inputs.packed_ptr.shape[0] - 1 if call.has_halo else num_own
     activated = inputs.gate_form != "log_decay"
     options = call.options["row_gradient"]
-    num_blocks = triton.cdiv(num_rows, options["BR"])
+    num_blocks = max(1, triton.cdiv(num_rows, options["BR"]))  # each one writes its parts
     parts = (num_blocks if activated else 0, call.heads, call.key_width)
     part_dt_bias = inputs.q.new_empty(parts, dtype=torch.float32)
     part_a_log = part_dt_bias.new_empty(parts[:2])
-    _rows._row_gradient_kernel[(max(1, num_blocks) * call.key_heads,)](
+    _rows._row_gradient_kernel[(num_blocks * call.key_heads,)](
         *packed,
         inputs.q,
         inputs.k,

@@ -181,6 +181,16 @@ def test_states_that_nobody_else_reads_need_no_gradient():
 
 
 @needs_kernels
+@pytest.mark.parametrize(("rows", "sequences"), [(0, 2), (3, 2), (3, 0)])
+@pytest.mark.usefixtures("with_kernels")
+def test_no_packed_row(rows, sequences):
+    plan = build_plan([Sequence(0, [])] * sequences, rows, chunk_size=32)
+    inputs = make_inputs(rows, heads=(1, 2), widths=(16, 16), gate_form="lower_bound")
+    results = run(packed_kda, moved(inputs, torch.float), moved(plan), gate_form="lower_bound")
+    assert not any(x.any() for x in results)
+
+
+@needs_kernels
 @pytest.mark.usefixtures("with_kernels")
 def test_a_replayed_branch_equals_its_trajectory_bitwise():
     sequences, paths, num_rows = branch_sequences(
