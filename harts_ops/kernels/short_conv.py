@@ -86,6 +86,7 @@ def backward(
     partial = x.new_empty(programs, width + (bias is not None), channels, dtype=dtype)
     grad_y = grad_y if grad_y.stride(1) == 1 else grad_y.contiguous()
     inputs = _inputs(x, weight, halo, bias, conv_cu_seqlens, tap_row)
+    tap_reader_ptr, tap_reader = tap_reader_ptr.contiguous(), tap_reader.contiguous()
     sums = triton.cdiv(channels, _SUM_CHANNELS) * partial.shape[1]
     added = triton.cdiv(channels, _ADD_CHANNELS) * (readers + halo_rows)
     run: Any = short_conv_backward_kernel[(programs * blocks,)]
@@ -116,7 +117,7 @@ def backward(
             tap_reader_ptr,
             tap_reader,
             inputs[5],
-            conv_cu_seqlens,
+            inputs[4],
             rows,
             halo_rows,
             readers,
@@ -160,7 +161,7 @@ def _inputs(
         weight.contiguous(),
         halo,
         x if bias is None else bias.contiguous(),
-        conv_cu_seqlens,
+        conv_cu_seqlens.contiguous(),
         tap_row.contiguous(),
         x.shape[0],
         tap_row.shape[0],

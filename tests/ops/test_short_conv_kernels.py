@@ -150,6 +150,17 @@ def test_rows_may_lie_apart():
         torch.testing.assert_close(grads, need_grads, rtol=0, atol=0)
 
 
+@needs_kernels
+def test_a_plan_may_lie_apart():
+    arguments, grad = make_arguments(*PLANS["consumer"], 6, torch.float)
+    plan = [torch.stack([y, y + 1], -1)[..., 0] for y in arguments[4:8]]
+    apart = (*arguments[:4], *plan, arguments[8])
+    assert not any(y.is_contiguous() for y in plan)
+    found = (kernels.forward(*apart), *kernels.backward(grad, *apart))
+    need = (kernels.forward(*arguments), *kernels.backward(grad, *arguments))
+    torch.testing.assert_close(found, need, rtol=0, atol=0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision(dtype):
