@@ -86,8 +86,8 @@ def _add_copies(scratch_ptr, expert, experts, COPIES: tl.constexpr):
 
 @triton.jit
 def _plain_slope_kernel(
-    balance_counts_ptr,
     scratch_ptr,
+    balance_counts_ptr,
     counts_ptr,
     slope_ptr,
     experts,

@@ -31,13 +31,14 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`MoeAux`, and the balance loss's derivative by p: ``[G, E]``, or ``[1, E]`` a unit of q."""
     num_rows, num_experts = logits.shape
+    multiplicity = multiplicity.contiguous()
     counts = multiplicity.new_empty(num_experts)
     slope, row_span = _slope(
-        expert_index,
+        expert_index.contiguous(),
         multiplicity,
         counts,
-        (span_ptr, span_end, trajectory_span, trajectory_length),
-        balance_counts,
+        tuple(map(_dense, (span_ptr, span_end, trajectory_span, trajectory_length))),
+        _dense(balance_counts),
         torch.promote_types(logits.dtype, torch.float32),
     )
     z_sum, balance_sum, prob_sum = (slope.new_empty(shape) for shape in ((), (), num_experts))
@@ -47,11 +48,10 @@ def forward(
     arguments = (logits.contiguous(), multiplicity, slope, row_span, sums, prob_sums)
     sizes = (num_rows, num_experts, slope.shape[0])
     meta = {"HAS_SPANS": row_span is not None, "ROWS": ROWS, **_block(num_experts, score)}
-    if programs:
-        kernels._forward_kernel[(programs,)](*arguments, *sizes, **meta)
+    _launch(kernels._forward_kernel, programs, (*arguments, *sizes), **meta)
     arguments = (sums, prob_sums, z_sum, balance_sum, prob_sum, programs, num_experts)
     blocks: dict[str, Any] = {"BLOCK_P": 512, "BLOCK_E": 8, "num_warps": 8}
-    kernels._finish_kernel[(triton.cdiv(num_experts, 8),)](*arguments, **blocks)
+    _launch(kernels._finish_kernel, triton.cdiv(num_experts, 8), arguments, **blocks)
     return z_sum, balance_sum, counts, prob_sum, slope
 
 
@@ -68,12 +68,12 @@ def backward(
     num_rows, num_experts = logits.shape
     grad_logits = logits.new_empty(logits.shape)
     grads = (grad_z_sum, grad_balance_sum, grad_logits)
-    arguments = (logits.contiguous(), multiplicity, slope, span_ptr, *grads)
+    inputs = (logits.contiguous(), multiplicity.contiguous(), slope, _dense(span_ptr))
+    arguments = (*inputs, *grads)
     sizes = (num_rows, num_experts, slope.shape[0], _steps(span_ptr))
     meta = {"HAS_SPANS": span_ptr is not None, **_block(num_experts, score)}
-    if num_rows:
-        grid = (triton.cdiv(num_rows, meta["BLOCK_C"]),)
-        kernels._backward_kernel[grid](*arguments, *sizes, **meta)
+    programs = triton.cdiv(num_rows, meta["BLOCK_C"])
+    _launch(kernels._backward_kernel, programs, (*arguments, *sizes), **meta)
     return grad_logits
 
 
@@ -98,21 +98,32 @@ def _slope(
     scratch = counts.new_zeros(size)
     spans = (span_ptr, span_end, trajectory_span, trajectory_length)
     sizes = (num_rows, k, num_experts, num_spans, trajectories, _steps(span_ptr))
-    arguments = (expert_index.contiguous(), multiplicity, *spans, scratch, row_span, *sizes)
-    grid = (triton.cdiv(max(num_rows * k, min(trajectories, 1 << 16)), 256),)
-    if grid[0]:
-        kernels._count_kernel[grid](*arguments, HAS_SPANS=has_spans, COPIES=COPIES, BLOCK=256)
+    arguments = (expert_index, multiplicity, *spans, scratch, row_span, *sizes)
+    programs = triton.cdiv(max(num_rows * k, min(trajectories, 1 << 16)), 256)
+    meta = {"HAS_SPANS": has_spans, "COPIES": COPIES, "BLOCK": 256}
+    _launch(kernels._count_kernel, programs, arguments, **meta)
     slope = counts.new_empty(num_spans if has_spans else 1, num_experts, dtype=dtype)
     if not has_spans:
-        arguments = (balance_counts, scratch, counts, slope, num_experts, k)
+        arguments = (scratch, balance_counts, counts, slope, num_experts, k)
         meta = {"HAS_COUNTS": balance_counts is not None, "COPIES": COPIES, "BLOCK_E": 32}
-        kernels._plain_slope_kernel[(triton.cdiv(num_experts, 32),)](*arguments, **meta)
+        _launch(kernels._plain_slope_kernel, triton.cdiv(num_experts, 32), arguments, **meta)
     else:
         below = counts.new_empty(num_spans + 1, num_experts, dtype=torch.float64)
         arguments = (scratch, span_end, counts, below, slope, num_spans, num_experts, k)
         meta = {"COPIES": COPIES, "BLOCK_G": 512, "BLOCK_E": 2}
-        kernels._tree_slope_kernel[(triton.cdiv(num_experts, 2),)](*arguments, **meta)
+        _launch(kernels._tree_slope_kernel, triton.cdiv(num_experts, 2), arguments, **meta)
     return slope, row_span
+
+
+def _launch(kernel: Any, programs: int, arguments: tuple[Any, ...], **meta: Any) -> None:
+    """Run a kernel, if it has programs, where its first argument lies."""
+    if programs:
+        with torch.cuda.device_of(arguments[0]):
+            kernel[(programs,)](*arguments, **meta)
+
+
+def _dense(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 def _steps(span_ptr: Tensor | None) -> int:

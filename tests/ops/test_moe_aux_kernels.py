@@ -141,6 +141,24 @@ def test_no_rows():
 
 
 @needs_kernels
+@pytest.mark.parametrize("scope", SCOPES)
+def test_inputs_may_lie_apart(scope):
+    inputs, options = arguments_of(random_tree(4, num_spans=40), scope, "sigmoid")
+
+    def apart(x):
+        if not isinstance(x, torch.Tensor):
+            return x
+        wide = torch.stack([x, x + 1], -1).detach()
+        return wide[..., 0].requires_grad_(x.requires_grad)
+
+    found = run(
+        weighted_moe_aux, tuple(map(apart, inputs)), **{n: apart(x) for n, x in options.items()}
+    )
+    expected = run(weighted_moe_aux, inputs, **options)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@needs_kernels
 def test_repeats_give_the_same_bits():
     inputs, options = arguments_of(random_tree(4, num_spans=40), "trajectory", "sigmoid")
     first = run(weighted_moe_aux, inputs, **options)
