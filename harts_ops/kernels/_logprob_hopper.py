@@ -40,7 +40,8 @@ def measure_parts(rows_MD: Tensor, weight: Tensor, options: Tensor, has_softcap:
     operands = (_describe(rows_MD, BLOCK_M, BLOCK_D), _describe(weight, BLOCK_V, BLOCK_D))
     sizes = (num_rows, vocab, width, parts.shape[1])
     meta = {"HAS_SOFTCAP": has_softcap, "num_warps": 8, "num_stages": 4, **_blocks()}
-    _measure_kernel[_grid(rows_MD, vocab)](*operands, options, parts, *sizes, **meta)
+    with torch.cuda.device_of(rows_MD):
+        _measure_kernel[_grid(rows_MD, vocab)](*operands, options, parts, *sizes, **meta)
     return parts
 
 
@@ -57,7 +58,8 @@ def write_gradients(
     sizes = (rows_MD.shape[0], *weight.shape)
     # Half a block leaves through shared memory, which holds three stages beside it.
     meta = {"HAS_SOFTCAP": has_softcap, "num_warps": 8, "num_stages": 3, **_blocks()}
-    _gradient_kernel[_grid(rows_MD, weight.shape[0])](*arguments, *sizes, **meta)
+    with torch.cuda.device_of(rows_MD):
+        _gradient_kernel[_grid(rows_MD, weight.shape[0])](*arguments, *sizes, **meta)
 
 
 def _describe(x: Tensor, *block: int) -> TensorDescriptor:

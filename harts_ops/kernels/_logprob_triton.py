@@ -45,7 +45,7 @@ def _label_products(
     return tl.sum(total, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts", "first_part"])
 def _row_statistics_kernel(
     product_ptr,
     stride,
@@ -72,8 +72,8 @@ def _row_statistics_kernel(
     top = tl.max(tl.where(inside, logit, -1e30), 0)
     above = logit - top
     share = tl.where(inside, tl.exp(above), 0.0)
-    out = parts_ptr + (first_part + part) * rows + row
-    behind = num_parts * rows
+    out = parts_ptr + (first_part + part).to(tl.int64) * rows + row
+    behind = num_parts.to(tl.int64) * rows
     tl.store(out, top)
     tl.store(out + behind, tl.sum(share, 0))
     tl.store(out + 2 * behind, tl.sum(share * above, 0))

@@ -40,6 +40,7 @@ def forward(
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Label logits ``[S]`` (less lse if ``normalize``), lse and entropy ``[C]``."""
+    target_row = _some_rows(hidden, target_row)
     rows_MD, weight = _rows(hidden, target_row), weight.contiguous()
     num_rows, vocab = rows_MD.shape[0], weight.shape[0]
     local, column, lost = read_logits(
@@ -117,6 +118,7 @@ def backward(
     need_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``hidden`` and ``weight``; one that is not needed is empty, ``[0]``."""
+    target_row = _some_rows(hidden, target_row)
     rows_MD, weight = _rows(hidden, target_row), weight.contiguous()
     num_rows, vocab = rows_MD.shape[0], weight.shape[0]
     local, column, _ = read_logits(
@@ -228,9 +230,10 @@ def _segment_sum(values: Tensor, order: Tensor, ptr: Tensor) -> Tensor:
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], **meta: int) -> None:
-    """Run a kernel; CUDA refuses an empty grid."""
+    """Run a kernel where its first argument lies; CUDA refuses an empty grid."""
     if min(grid):
-        kernel[grid](*arguments, **meta)
+        with torch.cuda.device_of(arguments[0]):
+            kernel[grid](*arguments, **meta)
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> Tensor:
@@ -242,13 +245,16 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> Tensor:
     return torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
-def _rows(x: Tensor, target_row: Tensor | None) -> Tensor:
-    """Rows that are multiplied, and zeros up to a multiple of 16, for aligned loads of 16 bits.
+def _some_rows(hidden: Tensor, target_row: Tensor | None) -> Tensor | None:
+    """``target_row``, or None if it names as many rows as there are: they need no copy."""
+    named = -1 if target_row is None else target_row.shape[0]
+    return None if named == hidden.shape[0] else target_row
 
-    All rows need no copy: ascending ones are then the identity.
-    """
+
+def _rows(x: Tensor, target_row: Tensor | None) -> Tensor:
+    """Rows that are multiplied, and zeros up to a multiple of 16, for aligned loads of 16 bits."""
     num_rows = x.shape[0] if target_row is None else target_row.shape[0]
-    if num_rows == x.shape[0] and num_rows % 16 == 0:
+    if target_row is None and num_rows % 16 == 0:
         return x.contiguous()
     out = x.new_zeros(triton.cdiv(num_rows, 16) * 16, *x.shape[1:])
     out[:num_rows] = x if target_row is None else x.index_select(0, target_row)
@@ -257,7 +263,7 @@ def _rows(x: Tensor, target_row: Tensor | None) -> Tensor:
 
 def _scatter(x: Tensor, num_rows: int, target_row: Tensor | None) -> Tensor:
     """Undo `_rows`: 0 for rows that were not multiplied."""
-    if target_row is None or target_row.shape[0] == num_rows:
+    if target_row is None:
         return x if x.shape[0] == num_rows else x[:num_rows].clone()
     zeros = x.new_zeros(num_rows, *x.shape[1:])
     return zeros.index_copy_(0, target_row, x[: target_row.shape[0]])

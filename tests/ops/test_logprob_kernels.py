@@ -175,6 +175,16 @@ def test_no_rows_to_multiply(products):
 
 
 @needs_kernels
+@pytest.mark.parametrize("rows", [16, 20])
+def test_all_rows_may_be_named_in_any_order(rows):
+    inputs = make_inputs(rows=rows)
+    expected = run(compact_logprob, inputs, return_entropy=True)
+    order = torch.arange(rows, device=DEVICE).flip(0)
+    found = run(compact_logprob, inputs, return_entropy=True, target_row=order)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@needs_kernels
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_gradient_of_one_input_only(products, frozen):
     inputs = make_inputs()
