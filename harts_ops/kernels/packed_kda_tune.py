@@ -55,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=8, help="processes that compile")
     parser.add_argument("--out", type=Path, default=CONFIG_FILE)
     options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.exit(1, "Tuning needs an NVIDIA GPU.\n")
     shape = (options.rows, options.heads, options.width, options.dtype)
     candidates = search(options.dtype, options.width)
     measured = measure(candidates, shape, workers=options.workers)
