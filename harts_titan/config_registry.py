@@ -112,12 +112,12 @@ def harts_debug_sft() -> HartsTrainer.Config:
 
 
 def ling3_tiny() -> HartsTrainer.Config:
-    """Ling-3.0-tiny, 7.9B parameters of which 1.3B are active."""
+    """Ling-3.0-tiny, 7.9B parameters of which 1.4B are active."""
     return _run("ling3_tiny", capacity=65536, seq_len=65536, lr=1e-6, steps=1000)
 
 
 def ling3_flash() -> HartsTrainer.Config:
-    """Ling-3.0-flash, 124B parameters of which 5.1B are active."""
+    """Ling-3.0-flash, 124B parameters of which 5.5B are active."""
     return _run("ling3_flash", capacity=65536, seq_len=65536, lr=1e-6, steps=1000)
 
 
