@@ -61,6 +61,7 @@ def forward_triton(
     lse = q.new_full((heads, rows), -torch.inf, dtype=torch.float32)
     if rows == 0 or k.shape[0] == 0:
         return out.zero_(), lse.T
+    subtree_end, q_row = subtree_end.contiguous(), q_row.contiguous()
     tile = _tile("forward", (q, k, v), block_q, block_kv, tile)
     order, programs = _order(kv_count, rows, block_q, tile.rows)
     with torch.cuda.device_of(q):
@@ -109,7 +110,7 @@ def backward_triton(
     grad_out = grad_out.contiguous()
     lse = lse.T.contiguous()
     delta = torch.empty_like(lse)
-    common = (lse, delta, subtree_end, q_row)
+    common = (lse, delta, subtree_end.contiguous(), q_row.contiguous())
     with torch.cuda.device_of(q):
         kernels.delta_kernel[(triton.cdiv(rows, 32), heads)](
             out.contiguous(), grad_out, delta, rows, v.shape[2], WIDTH=_padded(v.shape[2]), TILE=32
@@ -214,6 +215,7 @@ def _order(count: Tensor, rows: int, block: int, tile_rows: int) -> tuple[Tensor
 
 
 def _list(count: Tensor, index: Tensor) -> tuple:
+    count, index = count.contiguous(), index.contiguous()
     return count, index, count.stride(0), index.stride(0), index.stride(1)
 
 

@@ -224,6 +224,16 @@ def gpu_tree(rows=3000, density=None, blocks=(128, 128, 128, 128), own=None):
     return on_device(plan | dict(zip(names, lists, strict=True)))
 
 
+@needs_kernels
+def test_a_plan_may_lie_apart():
+    plan = on_device(PLANS["consumer"])
+    inputs = make_inputs(plan, 2, 1, 16, 16, torch.float)
+    apart = {n: torch.stack([plan[n], plan[n] + 1], -1)[..., 0] for n in TREE_ATTENTION_PLAN}
+    assert not any(x.is_contiguous() for x in apart.values())
+    found = with_kernels(*inputs, plan | apart)
+    torch.testing.assert_close(found, with_kernels(*inputs, plan), rtol=0, atol=0)
+
+
 FA4 = {(192, 128): (128, 128, 64, 96), (128, 128): (128, 128, 64, 128)}
 
 
