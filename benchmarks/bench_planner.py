@@ -159,6 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--suffix", default="", help="appended to the names of the sets")
     parser.add_argument("--out", type=Path, help="JSON file to add the results to")
     options = parser.parse_args(arguments)
+    if not options.sets and not options.growth:
+        parser.error("name at least one set, or --growth")
     make_plan(short_rollouts(64), PlannerConfig(dp=2, capacity=4_096))
     results = run(options)
     if options.growth:
