@@ -103,6 +103,13 @@ def make_call(args: tuple[Any, ...], options: Options | None = None) -> Call:
         raise ValueError(f"packed_kda on CUDA needs q in bfloat16 or float32, got {inputs.q.dtype}")
     if inputs.k.dtype != inputs.q.dtype:
         raise ValueError(f"q is {inputs.q.dtype} but k is {inputs.k.dtype}")
+    for name in ("gate", "beta"):
+        own, halo = getattr(inputs, name), getattr(inputs, f"halo_{name}")
+        if halo is not None and halo.dtype != own.dtype:
+            raise ValueError(
+                f"packed_kda on CUDA needs halo_{name} in {name}'s dtype {own.dtype}, "
+                f"got {halo.dtype}"
+            )
     if max(key_width, value_width) > 256:
         raise ValueError(f"need head widths up to 256, got {key_width} and {value_width}")
     if inputs.chunk_size not in (16, 32, 64):

@@ -229,6 +229,17 @@ def assert_replay_is_bitwise(inputs, sequences, paths, num_rows, options, alone=
 
 
 @needs_kernels
+@pytest.mark.parametrize("name", ["gate", "beta"])
+@pytest.mark.usefixtures("with_kernels")
+def test_own_and_halo_rows_have_one_dtype(name):
+    inputs, plan = tree_case(32, heads=(1, 1), widths=(16, 16), gate_form="log_decay")
+    inputs = moved(inputs, torch.bfloat16)
+    inputs[f"halo_{name}"] = inputs[f"halo_{name}"].float()
+    with pytest.raises(ValueError, match=f"halo_{name} in {name}'s dtype .*16, got .*32"):
+        packed_kda(**inputs, **moved(plan), chunk_size=32)
+
+
+@needs_kernels
 def test_options_cover_every_device_and_width():
     for dtype in (torch.bfloat16, torch.float):
         for width in (16, 128, 256):
