@@ -411,8 +411,9 @@ class RolloutDataLoader(BaseDataLoader):
                 found = self._step_at(self.cursor) if ahead is None else ahead.result()
                 if found is None:
                     logger.info(
-                        f"{self.config.dataset_path}: the rollouts end after {number} steps of "
-                        f"this run (dataloader.epochs = {self.config.epochs})"
+                        f"{self.config.dataset_path}: the rollouts end after {number} "
+                        f"step{'' if number == 1 else 's'} of this run "
+                        f"(dataloader.epochs = {self.config.epochs})"
                     )
                     return
                 step, targets, self.cursor = found
