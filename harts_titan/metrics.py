@@ -206,10 +206,10 @@ class HartsMetrics(MetricsProcessor):
         run, steps = self.run, self.run["steps"]
         if steps:
             logger.info(
-                f"Sharing over {_count(steps, 'step')}: {run['positions']:,.0f} original tokens ran "
-                f"as {run['all_rows']:,.0f} rows, {run['positions'] / run['all_rows']:.2f} times "
-                f"fewer; {run['area'] / steps:.2f} times fewer query-key pairs; ideal speed-up "
-                f"{run['ideal'] / steps:.2f}; replay "
+                f"Sharing over {_count(steps, 'step')}: {run['positions']:,.0f} original tokens "
+                f"ran as {run['all_rows']:,.0f} rows, {run['positions'] / run['all_rows']:.2f} "
+                f"times fewer; {run['area'] / steps:.2f} times fewer query-key pairs; ideal "
+                f"speed-up {run['ideal'] / steps:.2f}; replay "
                 f"{100 * run['replay_rows'] / run['rows']:.1f}%; at most "
                 f"{_count(run['rounds'], 'round')} for {_count(run['levels'], 'tree level')}; "
                 f"planning {1000 * (run['plan_s'] + run['layout_s']) / steps:.0f} ms a step"
