@@ -167,6 +167,21 @@ def test_sequences_of_one_token_and_rounds_without_sequences():
 
 @needs_kernels
 @pytest.mark.usefixtures("with_kernels")
+def test_safe_gates_at_their_bound_do_not_overflow_long_rows():
+    sequences, _, num_rows = branch_sequences([(None, 0, 40), (0, 17, 50)], chunk_size=32)
+    plan = build_plan(sequences, num_rows, chunk_size=32)
+    inputs = make_inputs(num_rows, heads=(1, 1), widths=(16, 16), gate_form="lower_bound")
+    with torch.no_grad():
+        inputs["gate"] += 30
+        for name in ("q", "k"):
+            inputs[name] *= 2**14
+        inputs["beta"] *= 2**-30
+    options = {"gate_form": "lower_bound", "chunk_size": 32, "scale": 2**-28}
+    assert_as_exact(inputs, plan, torch.float, **options)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("with_kernels")
 def test_states_that_nobody_else_reads_need_no_gradient():
     sequences, _, num_rows = branch_sequences([(None, 0, 70), (0, 33, 40)], chunk_size=32)
     plan = moved(build_plan(sequences, num_rows, chunk_size=32))
