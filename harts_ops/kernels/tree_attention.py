@@ -38,7 +38,8 @@ class Tile:
 def forward(q: Tensor, k: Tensor, v: Tensor, *plan) -> tuple[Tensor, Tensor]:
     """Output ``[R, H, V]`` and log-sum-exp ``[R, H]``."""
     if tree_attention_fa4.chosen(q, k, v, *plan):
-        return tree_attention_fa4.forward(q, k, v, *plan)
+        with torch.cuda.device_of(q):
+            return tree_attention_fa4.forward(q, k, v, *plan)
     return forward_triton(q, k, v, *plan)
 
 
@@ -47,7 +48,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``q``, ``k`` and ``v``."""
     if tree_attention_fa4.chosen(q, k, v, *plan):
-        return tree_attention_fa4.backward(grad_out, q, k, v, out, lse, *plan)
+        with torch.cuda.device_of(q):
+            return tree_attention_fa4.backward(grad_out, q, k, v, out, lse, *plan)
     return backward_triton(grad_out, q, k, v, out, lse, *plan)
 
 

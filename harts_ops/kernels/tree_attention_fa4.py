@@ -50,7 +50,7 @@ def chosen(q: Tensor, k: Tensor, v: Tensor, *plan) -> bool:
         raise ValueError(f"tree_attention backend 'fa4': {reason}")
     if backend == "auto":
         _log_choice(reason)
-    return not reason
+    return not reason and q.shape[0] > 0 and k.shape[0] > 0
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *plan) -> tuple[Tensor, Tensor]:
