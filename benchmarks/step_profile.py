@@ -29,7 +29,7 @@ _OPERATORS = {
     "head": r"logprob",
     "router losses": r"moe_aux",
     "router": r"router_linear|select_experts",
-    "MoE dispatch": r"spread_rows|sum_entries|sort_choices|Permute",
+    "MoE dispatch": r"dispatch_rows|combine_rows|sort_choices|Permute",
     "optimizer": r"Optimizer\.step|adam",
     "embedding": r"aten::embedding",
 }

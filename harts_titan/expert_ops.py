@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 
-@torch.library.custom_op("harts_titan::spread_rows", mutates_args=())
-def spread_rows(x: Tensor, position: Tensor, valid: Tensor) -> Tensor:
+@torch.library.custom_op("harts_titan::dispatch_rows", mutates_args=())
+def dispatch_rows(x: Tensor, position: Tensor, valid: Tensor) -> Tensor:
     """Copy each row to its entries.
 
     Args:
@@ -21,49 +21,49 @@ def spread_rows(x: Tensor, position: Tensor, valid: Tensor) -> Tensor:
         position: Entry of each row's choices ``[R, K]``, int64, a permutation of ``R * K``.
         valid: False at padding rows ``[R]``, which receive no gradient.
     Returns:
-        Entries ``[N, D]``; its gradient is ``sum_entries``.
+        Entries ``[N, D]``; its gradient is ``combine_rows``.
     """
     return x.repeat_interleave(position.shape[1], 0)[position.flatten().argsort()]
 
 
-@torch.library.custom_op("harts_titan::sum_entries", mutates_args=())
-def sum_entries(x: Tensor, position: Tensor, valid: Tensor) -> Tensor:
+@torch.library.custom_op("harts_titan::combine_rows", mutates_args=())
+def combine_rows(x: Tensor, position: Tensor, valid: Tensor) -> Tensor:
     """Add up the entries of each row, in fp32 (fp64) and in the order of its choices.
 
     Args:
         x: Entries ``[N, D]``.
-        position: As in ``spread_rows``.
+        position: As in ``dispatch_rows``.
         valid: False at padding rows ``[R]``: they give 0, whatever their entries hold.
     Returns:
-        ``[R, D]``; its gradient is ``spread_rows``.
+        ``[R, D]``; its gradient is ``dispatch_rows``.
     """
     rows = x[position.flatten()].unflatten(0, position.shape)
     total = rows.sum(1, dtype=torch.promote_types(x.dtype, torch.float32))
     return total.masked_fill(~valid.unsqueeze(-1), 0).to(x.dtype)
 
 
-@spread_rows.register_fake
+@dispatch_rows.register_fake
 def _(x: Tensor, position: Tensor, valid: Tensor) -> Tensor:
     return x.new_empty(position.shape[0] * position.shape[1], x.shape[1])
 
 
-@sum_entries.register_fake
+@combine_rows.register_fake
 def _(x: Tensor, position: Tensor, valid: Tensor) -> Tensor:
     return x.new_empty(position.shape[0], x.shape[1])
 
 
-@spread_rows.register_kernel("cuda")
+@dispatch_rows.register_kernel("cuda")
 def _(x: Tensor, position: Tensor, valid: Tensor) -> Tensor:
     from harts_titan.kernels import experts
 
-    return experts.spread_rows(x, position, valid)
+    return experts.dispatch_rows(x, position, valid)
 
 
-@sum_entries.register_kernel("cuda")
+@combine_rows.register_kernel("cuda")
 def _(x: Tensor, position: Tensor, valid: Tensor) -> Tensor:
     from harts_titan.kernels import experts
 
-    return experts.sum_entries(x, position, valid)
+    return experts.combine_rows(x, position, valid)
 
 
 def _save_route(ctx, inputs, output) -> None:
@@ -71,15 +71,15 @@ def _save_route(ctx, inputs, output) -> None:
 
 
 def _spread_backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-    return sum_entries(grad, *ctx.saved_tensors), None, None
+    return combine_rows(grad, *ctx.saved_tensors), None, None
 
 
 def _sum_backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-    return spread_rows(grad, *ctx.saved_tensors), None, None
+    return dispatch_rows(grad, *ctx.saved_tensors), None, None
 
 
-spread_rows.register_autograd(_spread_backward, setup_context=_save_route)
-sum_entries.register_autograd(_sum_backward, setup_context=_save_route)
+dispatch_rows.register_autograd(_spread_backward, setup_context=_save_route)
+combine_rows.register_autograd(_sum_backward, setup_context=_save_route)
 
 
 @torch.library.custom_op("harts_titan::sort_choices", mutates_args=())
@@ -88,7 +88,7 @@ def sort_choices(x: Tensor, position: Tensor, valid: Tensor, entry: Tensor) -> T
 
     Args:
         x: ``[R, K]``.
-        position: As in ``spread_rows``.
+        position: As in ``dispatch_rows``.
         valid: False at padding rows ``[R]``, which receive no gradient.
         entry: ``[N]``, the inverse of ``position``.
     """

@@ -15,13 +15,13 @@ from torchtitan.protocols.module import Module
 from harts_ops import weighted_moe_aux
 from harts_titan.batch import BlockPlan, restore_rows
 from harts_titan.expert_ops import (
+    combine_rows,
+    dispatch_rows,
     grouped_linear,
     router_linear,
     scaled_swiglu,
     select_experts,
     sort_choices,
-    spread_rows,
-    sum_entries,
 )
 
 BalanceScope = Literal["trajectory", "global", "microbatch"]
@@ -255,8 +255,8 @@ class MoE(Module):
         counted_N = torch.arange(entry_N.shape[0], device=entry_N.device)
         position_RK = torch.empty_like(entry_N).scatter(0, entry_N, counted_N).view_as(index_RK)
         out_ND = self.experts(
-            spread_rows(hidden_RD, position_RK, valid_R),
+            dispatch_rows(hidden_RD, position_RK, valid_R),
             sort_choices(weight_RK, position_RK, valid_R, entry_N),
             offsets_E,
         )
-        return sum_entries(out_ND, position_RK, valid_R)
+        return combine_rows(out_ND, position_RK, valid_R)

@@ -13,17 +13,17 @@ _SELECT_ROWS = 16
 _COLUMNS = 4096  # most columns of a row that a program holds at once
 
 
-def spread_rows(x: Tensor, position: Tensor, valid: Tensor) -> Tensor:
+def dispatch_rows(x: Tensor, position: Tensor, valid: Tensor) -> Tensor:
     """Copy each row to its entries ``[N, D]``: reads a row once, writes each entry once."""
     out = x.new_empty(position.numel(), x.shape[1])
-    _launch(_spread_kernel, x.contiguous(), out, position, valid)
+    _launch(_dispatch_kernel, x.contiguous(), out, position, valid)
     return out
 
 
-def sum_entries(x: Tensor, position: Tensor, valid: Tensor) -> Tensor:
+def combine_rows(x: Tensor, position: Tensor, valid: Tensor) -> Tensor:
     """Add up the entries of each row ``[R, D]``, 0 for rows that are not valid."""
     out = x.new_empty(position.shape[0], x.shape[1])
-    _launch(_sum_kernel, x.contiguous(), out, position, valid)
+    _launch(_combine_kernel, x.contiguous(), out, position, valid)
     return out
 
 
@@ -124,7 +124,7 @@ def select_experts(choice: Tensor, top_k: int, num_groups: int, top_groups: int)
 
 
 @triton.jit
-def _spread_kernel(
+def _dispatch_kernel(
     x_ptr,
     out_ptr,
     position_ptr,
@@ -144,7 +144,7 @@ def _spread_kernel(
 
 
 @triton.jit
-def _sum_kernel(
+def _combine_kernel(
     x_ptr,
     out_ptr,
     position_ptr,

@@ -12,6 +12,8 @@ from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 from harts_titan.expert_ops import (
+    combine_rows,
+    dispatch_rows,
     grouped_linear,
     grouped_linear_backward,
     router_linear,
@@ -20,8 +22,6 @@ from harts_titan.expert_ops import (
     scaled_swiglu_backward,
     select_experts,
     sort_choices,
-    spread_rows,
-    sum_entries,
 )
 from harts_titan.moe import swiglu
 
@@ -62,10 +62,10 @@ def want_entries(x, position):
 def test_entries_are_copies_and_their_sums_ignore_padding_rows():
     position, valid = routes(5, 3)
     x = torch.randn(5, 4, dtype=DOUBLE, requires_grad=True)
-    entries = spread_rows(x, position, valid)
+    entries = dispatch_rows(x, position, valid)
     assert torch.equal(entries, want_entries(x.detach(), position))
     garbage = torch.where(valid.repeat_interleave(3)[position.flatten().argsort()], 0, torch.nan)
-    total = sum_entries(entries + garbage.unsqueeze(1), position, valid)
+    total = combine_rows(entries + garbage.unsqueeze(1), position, valid)
     torch.testing.assert_close(total, torch.where(valid.unsqueeze(1), 3 * x, 0))
     scale = torch.randn(5, 3, dtype=DOUBLE, requires_grad=True)
     entry = position.flatten().argsort()
@@ -80,8 +80,8 @@ def test_gradients():
     scale = torch.randn(4, 2, dtype=DOUBLE, requires_grad=True)
     weight = torch.randn(5, 3, dtype=DOUBLE, requires_grad=True)
     entry = position.flatten().argsort()
-    assert torch.autograd.gradcheck(lambda x: spread_rows(x, position, valid), x)
-    assert torch.autograd.gradcheck(lambda x: sum_entries(x, position, valid), entries)
+    assert torch.autograd.gradcheck(lambda x: dispatch_rows(x, position, valid), x)
+    assert torch.autograd.gradcheck(lambda x: combine_rows(x, position, valid), entries)
     assert torch.autograd.gradcheck(lambda x: sort_choices(x, position, valid, entry), scale)
     assert torch.autograd.gradcheck(router_linear, (x, weight))
     for limit in (None, 0.4):
@@ -99,7 +99,7 @@ def test_gradients_of_padding_rows_are_zero_whatever_their_entries_receive():
     x = torch.randn(2, 3, dtype=DOUBLE, requires_grad=True)
     grad = torch.full((4, 3), torch.nan, dtype=DOUBLE)
     grad[[1, 3]] = 1
-    (got,) = torch.autograd.grad(spread_rows(x, position, valid), x, grad)
+    (got,) = torch.autograd.grad(dispatch_rows(x, position, valid), x, grad)
     assert torch.equal(got, torch.tensor([[2.0] * 3, [0.0] * 3], dtype=DOUBLE))
     scale = torch.randn(2, 2, dtype=DOUBLE, requires_grad=True)
     sorted_scale = sort_choices(scale, position, valid, position.flatten().argsort())
@@ -113,8 +113,8 @@ def test_registration(dtype):
     x, entries = (torch.randn(n, 3, dtype=dtype, requires_grad=True) for n in (4, 8))
     scale, weight = torch.randn(4, 2, requires_grad=True), torch.randn(5, 3, requires_grad=True)
     for op, arguments in (
-        (spread_rows, (x, position, valid)),
-        (sum_entries, (entries, position, valid)),
+        (dispatch_rows, (x, position, valid)),
+        (combine_rows, (entries, position, valid)),
         (sort_choices, (scale, position, valid, position.flatten().argsort())),
         (router_linear, (x, weight)),
         (router_linear_backward, (torch.randn(4, 5), x.detach(), weight.detach())),
@@ -183,7 +183,7 @@ def test_kernels_of_dispatch(rows, choices, width, dtype):
 
     position, valid = routes(rows, choices, DEVICE)
     x = torch.randn(rows, width, device=DEVICE, dtype=dtype)
-    entries = experts.spread_rows(x, position, valid)
+    entries = experts.dispatch_rows(x, position, valid)
     assert torch.equal(entries.cpu(), want_entries(x.cpu(), position.cpu()))
     entries = torch.randn(rows * choices, width, device=DEVICE, dtype=dtype)
     total = torch.zeros(rows, width, device=DEVICE)
@@ -192,7 +192,7 @@ def test_kernels_of_dispatch(rows, choices, width, dtype):
     kept = valid.repeat_interleave(choices)[position.flatten().argsort()].unsqueeze(1)
     entries = torch.where(kept, entries, torch.nan)
     want = torch.where(valid.unsqueeze(1), total, 0).to(dtype)
-    assert torch.equal(experts.sum_entries(entries, position, valid), want)
+    assert torch.equal(experts.combine_rows(entries, position, valid), want)
 
 
 @needs_kernels
