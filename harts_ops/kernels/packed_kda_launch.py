@@ -279,7 +279,8 @@ def gradient(
     d_q = call.packed(call.key_width, torch.float32)
     d_k, d_g = torch.empty_like(d_q), torch.empty_like(d_q)
     width, rows = 16 * options["num_warps"], min(inputs.chunk_size, 32)
-    # Shifts of up to 2^115 are safe for rows of length one only.
+    # Decays of up to 2^115 multiply the rows as they are given: those of a model that normalises
+    # them are far from fp32's range, others may be of any size.
     safe = call.halves["SAFE"] and inputs.use_qk_l2norm
     columns = triton.cdiv(call.key_width, width)
     if call.num_chunks:
