@@ -11,7 +11,6 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,29 +19,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.timing import milliseconds, require_gpu
 from harts_ops import compact_logprob, weighted_moe_aux
 
 ROWS, WIDTH, VOCAB = 65_536, 1_536, 157_184
 # Logits of a standard deviation near 2, so that no block of the vocabulary is without gradient.
 WEIGHT_STD = 0.05
-
-
-def milliseconds(
-    fn: Callable[[], object], repeats: int = 5, calls: int = 1, warmup: int = 1
-) -> float:
-    """Median time of a call, from device events around ``calls`` of them back to back."""
-    for _ in range(warmup):
-        fn()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(calls):
-            fn()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / calls)
-    return statistics.median(times)
 
 
 def replay(call: Callable[[], None]) -> Callable[[], None]:
@@ -60,7 +42,7 @@ def gemm_tflops() -> float:
     best = 0.0
     for m, k, n in ((8_192, WIDTH, 16_384), (WIDTH, ROWS, 16_384), (8_192, 8_192, 8_192)):
         a, b = (torch.randn(*shape, device="cuda").bfloat16() for shape in ((m, k), (k, n)))
-        time = milliseconds(functools.partial(torch.matmul, a, b), repeats=3, calls=30)
+        time = milliseconds(functools.partial(torch.matmul, a, b), 3, calls=30, warmup=1)
         best = max(best, 2 * m * k * n / time / 1e9)
     return best
 
@@ -151,11 +133,11 @@ def measure_head(times: dict[str, float], memory: dict[str, float]) -> None:
         head = make_head(share, fraction)
         op = ours(head[3], head[2])
         call = forward_backward(op, head)
-        times[f"ours_{name}"] = milliseconds(call, calls=calls)
+        times[f"ours_{name}"] = milliseconds(call, 5, calls=calls, warmup=1)
         memory[f"ours_{name}"] = extra_gigabytes(call)
         with torch.no_grad():
             forward = functools.partial(op, *head)
-            times[f"ours_{name}_forward"] = milliseconds(forward, calls=calls)
+            times[f"ours_{name}_forward"] = milliseconds(forward, 5, calls=calls, warmup=1)
         del head, op, call, forward
 
 
@@ -164,7 +146,7 @@ def measure_peers(times: dict[str, float], memory: dict[str, float]) -> None:
     head = make_head()
     for name, loss in peers().items():
         call = forward_backward(loss, head)
-        times[f"{name}_s1c"] = milliseconds(call, repeats=3)
+        times[f"{name}_s1c"] = milliseconds(call, 3, warmup=1)
         memory[f"{name}_s1c"] = extra_gigabytes(call)
         print(f"{name}_s1c", times[f"{name}_s1c"], flush=True)
     head = make_head(share=4)
@@ -172,7 +154,7 @@ def measure_peers(times: dict[str, float], memory: dict[str, float]) -> None:
         rivals = sorted((times[f"{name}_s1c"], name) for name in peers() if rival(name, kind))
         for _, name in rivals[:2]:
             call = forward_backward(peers()[name], head)
-            times[f"{name}_s4c"] = milliseconds(call, repeats=1)  # seconds a call
+            times[f"{name}_s4c"] = milliseconds(call, 1, warmup=1)  # seconds a call
             print(f"{name}_s4c", times[f"{name}_s4c"], flush=True)
 
 
@@ -275,8 +257,7 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true", help="measure only this package")
     parser.add_argument("--profile", action="store_true", help="also print the longest kernels")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("This benchmark needs an NVIDIA GPU.")
+    require_gpu()
     git = ["git", "rev-parse", "--short", "HEAD"]
     commit = arguments.commit or subprocess.run(git, capture_output=True, text=True).stdout.strip()
     times: dict[str, float] = {}
@@ -287,8 +268,8 @@ def main() -> None:
         measure_peers(times, memory)
     router = moe_aux_calls()
     for name, call in router.items():
-        times[f"{name}_eager"] = milliseconds(call, calls=20, warmup=3)
-        times[name] = milliseconds(replay(call), calls=50, warmup=3)
+        times[f"{name}_eager"] = milliseconds(call, 5, calls=20, warmup=3)
+        times[name] = milliseconds(replay(call), 5, calls=50, warmup=3)
     if arguments.profile:
         head = make_head()
         profile(forward_backward(ours(head[3], head[2]), head))

@@ -12,7 +12,6 @@ import argparse
 import datetime
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ import triton
 from torch import Tensor
 
 from benchmarks.shapes import depth_groups, equal_rounds, packed_plan, round_plans, tree_layouts
+from benchmarks.timing import milliseconds, require_gpu
 from harts_ops import PACKED_KDA_PLAN, packed_kda
 from planner.plan import Layout
 
@@ -176,19 +176,6 @@ def forward_backward(run: Run, rows: int) -> Callable[[], Any]:
     return lambda: torch.autograd.grad(run(inputs), list(inputs.values()), grad)
 
 
-def milliseconds(fn: Callable[[], Any], repeats: int = 7, warmup: int = 2) -> float:
-    """Median of single calls, timed by device events."""
-    for _ in range(warmup):
-        fn()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for start, end in events:
-        start.record()
-        fn()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events)
-
-
 def measure(run: Run, rows: int, repeats: int = 7) -> dict[str, float]:
     """Milliseconds forward alone and with backward, and the memory that a call adds."""
     call = forward_backward(run, rows)
@@ -197,11 +184,11 @@ def measure(run: Run, rows: int, repeats: int = 7) -> dict[str, float]:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     warmup = min(2, repeats - 1)
-    total = milliseconds(call, repeats, warmup)
+    total = milliseconds(call, repeats, warmup=warmup)
     peak = torch.cuda.max_memory_allocated() - before
     inputs = make_inputs(rows)
     with torch.no_grad():
-        forward = milliseconds(lambda: run(inputs), repeats, warmup)
+        forward = milliseconds(lambda: run(inputs), repeats, warmup=warmup)
     return {"ms": total, "forward_ms": forward, "peak_gib": peak / 2**30}
 
 
@@ -359,8 +346,7 @@ def main() -> None:
     parser.add_argument("--fla-configs", type=int, help="configurations that fla may measure")
     parser.add_argument("--ours-only", action="store_true", help="kernels, rounds and layouts")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("This benchmark needs an NVIDIA GPU.")
+    require_gpu()
     os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
     if options.fla_configs:
         keep_few_configurations(options.fla_configs)

@@ -16,7 +16,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.shapes import branching_rollouts, microbatch
+from benchmarks.timing import milliseconds, require_gpu
 from harts_ops import TREE_SHORT_CONV_PLAN, tree_short_conv
 
 ROWS, WIDTHS, TAPS = 65_536, (2_048, 6_144), 4
@@ -73,21 +73,6 @@ def fla(plan: Plan, gluon: bool) -> Run:
     return run
 
 
-def milliseconds(call: Callable[[], object], repeats: int = 5, calls: int = 5) -> float:
-    """Median time of a call, from device events around ``calls`` of them back to back."""
-    call()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(calls):
-            call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / calls)
-    return statistics.median(times)
-
-
 def measure(run: Run, rows: int, width: int) -> dict[str, float]:
     """Milliseconds of forward and of backward alone."""
     rng = torch.Generator("cuda").manual_seed(0)
@@ -96,10 +81,12 @@ def measure(run: Run, rows: int, width: int) -> dict[str, float]:
         for shape in ((rows, width), (width, TAPS), (rows, width))
     )
     with torch.no_grad():
-        forward = milliseconds(lambda: run(x, weight))
+        forward = milliseconds(lambda: run(x, weight), 5, calls=5, warmup=1)
     leaves = (x.requires_grad_(), weight.requires_grad_())
     y = run(*leaves)
-    backward = milliseconds(lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True))
+    backward = milliseconds(
+        lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True), 5, calls=5, warmup=1
+    )
     return {"forward_ms": forward, "backward_ms": backward}
 
 
@@ -108,7 +95,7 @@ def floors(rows: int, width: int) -> dict[str, float]:
     rng = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(rows, width, generator=rng, device="cuda").bfloat16()
     y = torch.empty_like(x)
-    copy = milliseconds(lambda: y.copy_(x))
+    copy = milliseconds(lambda: y.copy_(x), 5, calls=5, warmup=1)
     return {"forward_ms": copy, "backward_ms": 1.5 * copy}
 
 
@@ -197,8 +184,7 @@ def main() -> None:
     parser.add_argument("--fla-configs", type=int, help="configurations that fla may measure")
     parser.add_argument("--no-peers", action="store_true", help="measure only this package")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("This benchmark needs an NVIDIA GPU.")
+    require_gpu()
     # fla reads it when it is imported; without its dispatch there are no Gluon kernels.
     os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "0"
     if options.fla_configs:

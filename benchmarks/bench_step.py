@@ -28,6 +28,7 @@ from benchmarks.bench_packed_kda import keep_few_configurations
 from benchmarks.step_profile import Work, print_parts, profile
 from benchmarks.step_runner import Runner, difference, peak_bytes, run_ours, timed
 from benchmarks.step_work import Blocks, Workload, Workloads, numbers_of, useful_flops
+from benchmarks.timing import require_gpu
 from harts_titan import DecoderNumbers, decoder_config
 from harts_titan.attention import choose_attention_blocks
 from harts_titan.model import HartsModel
@@ -303,8 +304,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    if not torch.cuda.is_available():
-        sys.exit("This benchmark needs an NVIDIA GPU.")
+    require_gpu()
     if arguments.compare_logits:
         print(json.dumps(compare_logits(arguments.flavor, arguments.layers or 4, "cuda")))
         return

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.timing import milliseconds, require_gpu
 from harts_ops import tree_attention, tree_attention_blocks
 from harts_ops._tree_attention_plan import visible_pairs
 from planner import plan_microbatch, sort_batch
@@ -124,19 +125,6 @@ def make_inputs(rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     drawn = [torch.randn(rows, *s, generator=rng, device="cuda").bfloat16() for s in shapes]
     q, k, v, grad = drawn
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad
-
-
-def milliseconds(fn: Callable[[], object], repeats: int = 7, warmup: int = 2) -> float:
-    """Median of single calls, timed by device events."""
-    for _ in range(warmup):
-        fn()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for start, end in events:
-        start.record()
-        fn()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events)
 
 
 def measure(fn: Callable[..., Tensor], inputs: tuple[Tensor, ...], pairs: int) -> dict[str, float]:
@@ -362,8 +350,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("This benchmark needs an NVIDIA GPU.")
+    require_gpu()
     has_fa4 = importlib.util.find_spec("flash_attn") is not None
     trees = bench_trees(["fa4", "triton"] if has_fa4 else ["triton"])
     others = bench_others(has_fa4)
