@@ -11,15 +11,13 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.timing import milliseconds, require_gpu
+from benchmarks.gpu import environment, milliseconds, require_gpu, version
 from harts_ops import compact_logprob, weighted_moe_aux
 
 ROWS, WIDTH, VOCAB = 65_536, 1_536, 157_184
@@ -209,7 +207,9 @@ def profile(call: Callable[[], None]) -> None:
         print(f"{row.self_device_time_total / 1e3:9.2f} ms {row.count:6d} x {row.key[:110]}")
 
 
-def report(times: dict[str, float], memory: dict[str, float], rate: float, commit: str) -> dict:
+def report(
+    times: dict[str, float], memory: dict[str, float], rate: float, commit: str | None
+) -> dict:
     floor = 8 * ROWS * WIDTH * VOCAB / rate / 1e9
     rivals = [name for name in peers() if rival(name)]
     by_position = [name for name in rivals if rival(name, "positions")]
@@ -219,17 +219,8 @@ def report(times: dict[str, float], memory: dict[str, float], rate: float, commi
         return round(min(known) / times[f"ours_{size}"], 3) if known else None
 
     packages = ("torch", "triton", "liger-kernel", "cut-cross-entropy")
-    versions = {}
-    for package in packages:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    return {
-        "device": torch.cuda.get_device_name(),
-        "versions": versions,
-        "commit": commit,
-        "command": "python -m benchmarks.bench_logprob " + " ".join(sys.argv[1:]),
+    return environment("bench_logprob", commit) | {
+        "versions": {package: version(package) for package in packages},
         "shape": {"C": ROWS, "D": WIDTH, "V": VOCAB, "dtype": "bfloat16"},
         "times_ms": {name: round(value, 3) for name, value in times.items()},
         "gemm_tflops": round(rate, 1),
@@ -258,8 +249,6 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="also print the longest kernels")
     arguments = parser.parse_args()
     require_gpu()
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    commit = arguments.commit or subprocess.run(git, capture_output=True, text=True).stdout.strip()
     times: dict[str, float] = {}
     memory: dict[str, float] = {}
     rate = gemm_tflops()
@@ -274,7 +263,7 @@ def main() -> None:
         head = make_head()
         profile(forward_backward(ours(head[3], head[2]), head))
         profile(router["moe_aux_trajectory"])
-    figures = json.dumps(report(times, memory, rate, commit), indent=1)
+    figures = json.dumps(report(times, memory, rate, arguments.commit), indent=1)
     print(figures)
     if arguments.out:
         arguments.out.write_text(figures + "\n")

@@ -9,11 +9,8 @@ prepared outside the timing; its first use measures many configurations, which t
 """
 
 import argparse
-import datetime
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,11 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 
+from benchmarks.gpu import environment, keep_few_configurations, milliseconds, require_gpu, version
 from benchmarks.shapes import depth_groups, equal_rounds, packed_plan, round_plans, tree_layouts
-from benchmarks.timing import milliseconds, require_gpu
 from harts_ops import PACKED_KDA_PLAN, packed_kda
 from planner.plan import Layout
 
@@ -312,34 +308,6 @@ def bench_kernels() -> dict[str, Any]:
     return found
 
 
-def environment() -> dict[str, str]:
-    import fla
-
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout
-    return {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "fla": fla.__version__,
-        "date": datetime.date.today().isoformat(),
-        "commit": commit.strip(),
-        "command": "python -m benchmarks.bench_packed_kda " + " ".join(sys.argv[1:]),
-    }
-
-
-def keep_few_configurations(count: int) -> None:
-    """Let Triton's autotuner measure at most so many configurations, spread over the list."""
-    from triton.runtime.autotuner import Autotuner
-
-    made = Autotuner.__init__
-
-    def init(self: Any, fn: Any, arg_names: Any, configs: Any, *rest: Any, **named: Any) -> None:
-        configs = list(configs)[:: max(1, len(configs) // count)][:count]
-        made(self, fn, arg_names, configs, *rest, **named)
-
-    Autotuner.__init__ = init
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
@@ -373,7 +341,12 @@ def main() -> None:
         "rounds32_vs_one": times["rounds32"] / times["one_round"],
         "level_wise_vs_ours": times["level_wise"] / times["level_wise_ours"],
     }
-    result = environment() | {"times_ms": times, "ratios": ratios, "small": bench_small()}
+    versions = {"triton": version("triton"), "fla": version("fla-core")}
+    result = (
+        environment("bench_packed_kda")
+        | versions
+        | {"times_ms": times, "ratios": ratios, "small": bench_small()}
+    )
     result |= {"kernels": kernels, "rounds": rounds, "layouts": layouts}
     text = json.dumps(result, indent=2)
     print(text)

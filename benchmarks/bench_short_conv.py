@@ -10,14 +10,11 @@ its default and have none.
 """
 
 import argparse
-import datetime
 import functools
 import importlib.metadata
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import environment, keep_few_configurations, milliseconds, require_gpu, version
 from benchmarks.shapes import branching_rollouts, microbatch
-from benchmarks.timing import milliseconds, require_gpu
 from harts_ops import TREE_SHORT_CONV_PLAN, tree_short_conv
 
 ROWS, WIDTHS, TAPS = 65_536, (2_048, 6_144), 4
@@ -147,36 +144,6 @@ def bench_small(width: int) -> dict[str, float]:
     return found
 
 
-def environment() -> dict[str, Any]:
-    versions = {}
-    for package in ("torch", "triton", "fla-core"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    return {
-        "device": torch.cuda.get_device_name(),
-        "versions": versions,
-        "date": datetime.date.today().isoformat(),
-        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
-        "command": "python -m benchmarks.bench_short_conv " + " ".join(sys.argv[1:]),
-    }
-
-
-def keep_few_configurations(count: int) -> None:
-    """Let Triton's autotuner measure at most so many configurations, spread over the list."""
-    from triton.runtime.autotuner import Autotuner
-
-    made = Autotuner.__init__
-
-    def init(self: Any, fn: Any, arg_names: Any, configs: Any, *rest: Any, **named: Any) -> None:
-        configs = list(configs)[:: max(1, len(configs) // count)][:count]
-        made(self, fn, arg_names, configs, *rest, **named)
-
-    Autotuner.__init__ = init
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
@@ -195,9 +162,11 @@ def main() -> None:
         peers = name == "chains_300" and not options.no_peers
         for width in WIDTHS:
             shapes[f"{name}_width_{width}"] = bench(leaves, width, peers)
-    result = environment() | {"shapes": shapes, "small": bench_small(WIDTHS[0])}
-    if options.commit:
-        result["commit"] = options.commit
+    result = environment("bench_short_conv", options.commit) | {
+        "versions": {package: version(package) for package in ("torch", "triton", "fla-core")},
+        "shapes": shapes,
+        "small": bench_small(WIDTHS[0]),
+    }
     result["ratios"] = {
         f"{name}_{part}_vs_floor": found["ours"][f"{part}_ms"] / found["floor"][f"{part}_ms"]
         for name, found in shapes.items()

@@ -8,13 +8,9 @@ all their work and change nothing). ``plain`` is ``plain_model.PlainModel``, whi
 """
 
 import argparse
-import contextlib
-import datetime
 import gc
 import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,11 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.bench_packed_kda import keep_few_configurations
+from benchmarks.gpu import environment, keep_few_configurations, require_gpu
 from benchmarks.step_profile import Work, print_parts, profile
 from benchmarks.step_runner import Runner, difference, peak_bytes, run_ours, timed
 from benchmarks.step_work import Blocks, Workload, Workloads, numbers_of, useful_flops
-from benchmarks.timing import require_gpu
 from harts_titan import DecoderNumbers, decoder_config
 from harts_titan.attention import choose_attention_blocks
 from harts_titan.model import HartsModel
@@ -121,7 +116,7 @@ class Bench:
         config, self.blocks = configured(self.numbers, "cuda", torch.bfloat16)
         self.works = Workloads(arguments.capacity, self.blocks)
         self.logprobs: dict[str, dict[int, Tensor]] = {}
-        self.result: dict[str, Any] = environment() | {
+        self.result: dict[str, Any] = environment("bench_step") | {
             "layers": self.numbers.num_layers,
             "attention_blocks": self.blocks,
             "checkpointing": arguments.checkpointing,
@@ -267,21 +262,6 @@ class Bench:
 
         work = replace(self.works.make("none"), name="plain")
         self.measure(work, run, warmup=2, repeats=self.arguments.repeats, whole=True)
-
-
-def environment() -> dict[str, Any]:
-    commit = "unknown"
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-    return {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "commit": commit,
-        "command": "python -m benchmarks.bench_step " + " ".join(sys.argv[1:]),
-    }
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -8,14 +8,11 @@ TFLOP/s are useful ones: the two products of a visible pair forward, five backwa
 
 import argparse
 import contextlib
-import datetime
 import importlib.metadata
 import importlib.util
 import json
 import math
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.timing import milliseconds, require_gpu
+from benchmarks.gpu import environment, milliseconds, require_gpu, version
 from harts_ops import tree_attention, tree_attention_blocks
 from harts_ops._tree_attention_plan import visible_pairs
 from planner import plan_microbatch, sort_batch
@@ -254,25 +251,6 @@ def visited_area(plan: dict[str, Any]) -> float:
     return visited / visible_pairs(plan["subtree_end"], plan["q_row"])
 
 
-def environment() -> dict[str, str]:
-    def version(name: str) -> str:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            return ""
-
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout
-    return {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": version("triton"),
-        "fa4": version("flash-attn-4"),
-        "date": datetime.date.today().isoformat(),
-        "commit": commit.strip(),
-        "command": "python -m benchmarks.bench_tree_attention " + " ".join(sys.argv[1:]),
-    }
-
-
 def bench_trees(backends: list[str]) -> dict[str, Any]:
     """Every tree with every backend; the random deep tree with what it is compared with."""
     trees: dict[str, Any] = {}
@@ -358,13 +336,18 @@ def main() -> None:
     tflops |= {"flex_tree": others["flex_tree"].get("tflops")}
     tflops |= {"triton_tree": trees["random_deep"]["triton"].get("tflops")}
     fa4_trees = {name: row["fa4"].get("tflops") for name, row in trees.items() if "fa4" in row}
-    result = environment() | {
-        "tflops": tflops | {"fa4_trees": fa4_trees},
-        "ratios": ratios(trees, others),
-        "block_lists_65536_rows_ms": bench_lists(),
-        "trees": trees,
-        "others": others,
-    }
+    versions = {"triton": version("triton"), "fa4": version("flash-attn-4") or ""}
+    result = (
+        environment("bench_tree_attention")
+        | versions
+        | {
+            "tflops": tflops | {"fa4_trees": fa4_trees},
+            "ratios": ratios(trees, others),
+            "block_lists_65536_rows_ms": bench_lists(),
+            "trees": trees,
+            "others": others,
+        }
+    )
     text = json.dumps(result, indent=2)
     print(text)
     if options.out:
