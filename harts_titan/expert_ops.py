@@ -70,16 +70,16 @@ def _save_route(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs[1:3])
 
 
-def _spread_backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+def _dispatch_backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
     return combine_rows(grad, *ctx.saved_tensors), None, None
 
 
-def _sum_backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+def _combine_backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
     return dispatch_rows(grad, *ctx.saved_tensors), None, None
 
 
-dispatch_rows.register_autograd(_spread_backward, setup_context=_save_route)
-combine_rows.register_autograd(_sum_backward, setup_context=_save_route)
+dispatch_rows.register_autograd(_dispatch_backward, setup_context=_save_route)
+combine_rows.register_autograd(_combine_backward, setup_context=_save_route)
 
 
 @torch.library.custom_op("harts_titan::sort_choices", mutates_args=())
@@ -239,6 +239,14 @@ def _router_backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
 router_linear.register_autograd(_router_backward, setup_context=_save_inputs)
 
 
+def swiglu(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
+    """Return ``silu(gate) * up``, the first factor at most ``limit``, the second within it."""
+    activation = F.silu(gate)
+    if limit is None:
+        return activation * up
+    return activation.clamp(max=limit) * up.clamp(-limit, limit)
+
+
 @torch.library.custom_op("harts_titan::scaled_swiglu", mutates_args=())
 def scaled_swiglu(x: Tensor, scale: Tensor, limit: float | None) -> Tensor:
     """Return ``scale * silu(gate) * up``, computed in fp32 (fp64 for fp64 inputs).
@@ -250,7 +258,8 @@ def scaled_swiglu(x: Tensor, scale: Tensor, limit: float | None) -> Tensor:
     Returns:
         ``[N, F]`` in the dtype of ``x``.
     """
-    value, *_ = _swiglu_parts(x, limit)
+    gate, up = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+    value = swiglu(gate, up, limit)
     return (value * scale.to(value.dtype).unsqueeze(-1)).to(x.dtype).contiguous()
 
 

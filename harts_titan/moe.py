@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.module import Module
@@ -22,6 +21,7 @@ from harts_titan.expert_ops import (
     scaled_swiglu,
     select_experts,
     sort_choices,
+    swiglu,
 )
 
 BalanceScope = Literal["trajectory", "global", "microbatch"]
@@ -41,14 +41,6 @@ class LayerStatistics(NamedTuple):
     balance_sum: Tensor
     counts: Tensor  # int64[E]
     prob_sum: Tensor  # [E]
-
-
-def swiglu(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
-    """Return ``silu(gate) * up``, the first factor at most ``limit``, the second within it."""
-    activation = F.silu(gate)
-    if limit is None:
-        return activation * up
-    return activation.clamp(max=limit) * up.clamp(-limit, limit)
 
 
 class FeedForward(Module):
