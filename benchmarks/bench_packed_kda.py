@@ -122,20 +122,29 @@ def fla_by_group(layout: Layout, groups: Sequence[np.ndarray]) -> Run:
     rows = [
         np.concatenate([np.arange(length[i]) + segments.row[i] for i in group]) for group in groups
     ]
-    place = np.empty(len(segments), np.int64)
-    place[np.concatenate(groups)] = np.arange(len(segments))
+    group_of, place = (np.empty(len(segments), np.int64) for _ in range(2))
+    for number, group in enumerate(groups):
+        group_of[group], place[group] = number, np.arange(len(group))
     back = torch.from_numpy(np.argsort(np.concatenate(rows))).cuda()
     calls = []
     for group, selected in zip(groups, rows, strict=True):
         parent = segments.parent[group]
-        source = None if parent[0] < 0 else torch.from_numpy(place[parent]).cuda()
-        calls.append((torch.from_numpy(selected).cuda(), FlaSequences.of(length[group]), source))
+        holders, which = np.unique(group_of[parent], return_inverse=True)
+        starts = np.concatenate([[0], np.cumsum([len(groups[i]) for i in holders])])
+        source = torch.from_numpy(starts[which] + place[parent]).cuda()
+        held = list(holders) if parent[0] >= 0 else None
+        calls.append(
+            (torch.from_numpy(selected).cuda(), FlaSequences.of(length[group]), held, source)
+        )
 
     def run(inputs: Inputs) -> Tensor:
         outs: list[Tensor] = []
         states: list[Tensor] = []
-        for chosen, sequences, source in calls:
-            initial = None if source is None else torch.cat(states).index_select(0, source)
+        for chosen, sequences, held, source in calls:
+            initial = None
+            if held is not None:
+                finals = states[held[0]] if len(held) == 1 else torch.cat([states[i] for i in held])
+                initial = finals.index_select(0, source)
             out, final = call_fla(select(inputs, chosen), sequences, initial)
             outs.append(out)
             states.append(final)
