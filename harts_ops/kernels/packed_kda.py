@@ -47,9 +47,13 @@ def backward(
         grad_states, grad_delta, grad_sources = launch.reverse_scan(call, prepared, grad_exported)
         grads = launch.empty_gradients(call)
         chunk_states = (states, delta, grad_states, grad_delta)
-        parts, d_beta, d_v = launch.matrix_gradient(call, prepared, chunk_states, grads)
-        del states, delta, grad_states, grad_delta, chunk_states
-        d_q, d_k, d_g = launch.gradient(call, prepared, parts)
+        state_grads = launch.state_gradient(call, prepared, chunk_states)
+        del states, grad_states, chunk_states
+        deltas = (delta, grad_delta)
+        matrices, d_beta, d_v = launch.matrix_gradient(call, prepared, deltas, state_grads, grads)
+        parts = (*matrices, *state_grads)
+        del delta, grad_delta, deltas, matrices, state_grads
+        d_q, d_k, d_g = launch.gradient(call, prepared, parts, grads)
         del prepared, parts
         launch.row_gradient(call, grads, (d_q, d_k, d_g, d_beta, d_v))
         launch.source_gradient(call, grads, grad_sources)

@@ -9,13 +9,19 @@ import torch
 import triton
 from torch import Tensor
 
-from harts_ops.kernels import packed_kda_gradient, packed_kda_prepare, packed_kda_rows
+from harts_ops.kernels import (
+    packed_kda_gradient,
+    packed_kda_matrices,
+    packed_kda_prepare,
+    packed_kda_rows,
+)
 from harts_ops.kernels import packed_kda_scan as packed_kda_scans
 from harts_ops.kernels.packed_kda_call import Call, padded
 
 # Launches of jitted functions are beyond a type checker.
 _prepares: Any = packed_kda_prepare
 _gradients: Any = packed_kda_gradient
+_matrices: Any = packed_kda_matrices
 _rows: Any = packed_kda_rows
 _scans: Any = packed_kda_scans
 
@@ -226,21 +232,44 @@ def empty_gradients(call: Call) -> dict[str, Tensor]:
     return grads
 
 
+def state_gradient(
+    call: Call, prepared: Prepared, chunk_states: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> tuple[Tensor, ...]:
+    """What the states return: see `_state_gradient_kernel`; the first tensor is filled later."""
+    inputs = call.inputs
+    d_norm = inputs.q.new_empty((2, call.num_packed, call.heads), dtype=torch.float32)
+    d_end = d_norm.new_empty(call.num_chunks, call.heads, call.key_width)
+    state_grads = (d_norm, d_end, *(torch.empty_like(prepared.w) for _ in range(3)))
+    if call.num_chunks:
+        _matrices._state_gradient_kernel[(call.num_chunks * call.heads,)](
+            inputs.cu_seqlens,
+            inputs.chunk_indices,
+            prepared.q_decay,
+            prepared.grad_out,
+            *chunk_states,
+            *state_grads,
+            **call.chunk_sizes,
+            L2NORM=inputs.use_qk_l2norm,
+            **call.options["state_gradient"],
+        )
+    return state_grads
+
+
 def matrix_gradient(
     call: Call,
     prepared: Prepared,
-    chunk_states: tuple[Tensor, Tensor, Tensor, Tensor],
+    deltas: tuple[Tensor, Tensor],
+    state_grads: tuple[Tensor, ...],
     grads: dict[str, Tensor],
-) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """What `gradient` reads; packed gradients of beta, and of v where rows have several entries."""
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
+    """Gradients of the chunks' matrices; packed ones of beta, and of v where rows have several."""
     inputs = call.inputs
     d_v = call.packed(call.value_width, torch.float32)
     d_own, d_beta = d_v.new_empty(d_v.shape[:2]), d_v.new_empty(d_v.shape[:2])
     matrices = (torch.empty_like(prepared.mix), torch.empty_like(prepared.mix), d_own)
-    d_end = d_v.new_empty(call.num_chunks, call.heads, call.key_width)
-    state_grads = (d_end, *(torch.empty_like(prepared.w) for _ in range(3)))
+    d_norm, d_end, _, d_k, d_w = state_grads
     if call.num_chunks:
-        _gradients._matrix_gradient_kernel[(call.num_chunks * call.heads,)](
+        _matrices._matrix_gradient_kernel[(call.num_chunks * call.heads,)](
             inputs.k,
             inputs.halo_k if call.has_halo else inputs.k,
             inputs.packed_row,
@@ -251,30 +280,41 @@ def matrix_gradient(
             prepared.grad_out,
             prepared.decay,
             prepared.row_scale,
+            prepared.scores,
             prepared.inverse,
-            *chunk_states,
+            *deltas,
             *matrices,
-            *state_grads,
+            d_norm,
+            d_end,
+            d_k,
+            d_w,
             d_beta,
             d_v,
             grads["v"],
+            grads["beta"],
             grads["halo_v" if call.has_halo else "v"],
+            grads["halo_beta" if call.has_halo else "beta"],
             inputs.q.shape[0],
             call.num_packed,
             inputs.scale,
             HK=call.key_heads,
             **call.chunk_sizes,
             HAS_HALO=call.has_halo,
+            L2NORM=inputs.use_qk_l2norm,
+            BETA_SIGMOID=inputs.use_beta_sigmoid,
             FENCE=call.fence,
             **call.options["matrix_gradient"],
         )
-    return (*matrices, *state_grads), d_beta, d_v
+    return matrices, d_beta, d_v
 
 
 def gradient(
-    call: Call, prepared: Prepared, parts: tuple[Tensor, ...]
+    call: Call, prepared: Prepared, parts: tuple[Tensor, ...], grads: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed gradients of q, k and the log decay ``[T, HV, K]``, fp32."""
+    """Gradients of q and k, and of the log decay packed ``[T, HV, K]`` in fp32.
+
+    So are q's and k's where they are sums over several packed entries or value heads.
+    """
     inputs, options = call.inputs, call.options["gradient"]
     d_q = call.packed(call.key_width, torch.float32)
     d_k, d_g = torch.empty_like(d_q), torch.empty_like(d_q)
@@ -289,6 +329,7 @@ def gradient(
             inputs.k,
             inputs.halo_k if call.has_halo else inputs.k,
             inputs.packed_row,
+            inputs.packed_ptr,
             inputs.cu_seqlens,
             inputs.chunk_indices,
             prepared.decay,
@@ -298,8 +339,12 @@ def gradient(
             d_q,
             d_k,
             d_g,
+            grads["q"],
+            grads["k"],
+            grads["halo_k" if call.has_halo else "k"],
             inputs.q.shape[0],
             call.num_packed,
+            inputs.scale,
             HK=call.key_heads,
             **call.chunk_sizes,
             R=rows,
@@ -307,6 +352,7 @@ def gradient(
             NUM_HALVES=0 if safe else rows.bit_length() - 1,
             SAFE=safe,
             HAS_HALO=call.has_halo,
+            L2NORM=inputs.use_qk_l2norm,
             PACK=call.fence,
             **options,
         )
@@ -314,7 +360,7 @@ def gradient(
 
 
 def row_gradient(call: Call, grads: dict[str, Tensor], packed: tuple[Tensor, ...]) -> None:
-    """Sum packed gradients into rows and take them through the activations."""
+    """Take the log decay's gradient through its activation; sum what is still packed into rows."""
     inputs = call.inputs
     own = ("k", "v", "gate", "beta")
     halo = tuple(f"halo_{name}" for name in own) if call.has_halo else own
@@ -328,11 +374,9 @@ def row_gradient(call: Call, grads: dict[str, Tensor], packed: tuple[Tensor, ...
     part_a_log = part_dt_bias.new_empty(parts[:2])
     _rows._row_gradient_kernel[(num_blocks * call.key_heads,)](
         *packed,
-        inputs.q,
-        inputs.k,
         inputs.gate,
         inputs.beta,
-        *(getattr(inputs, halo[i]) for i in (0, 2, 3)),
+        *(getattr(inputs, name) for name in halo[2:]),
         inputs.gate if inputs.A_log is None else inputs.A_log,
         inputs.gate if inputs.dt_bias is None else inputs.dt_bias,
         *(grads[name] for name in ("q", *own)),
@@ -351,7 +395,6 @@ def row_gradient(call: Call, grads: dict[str, Tensor], packed: tuple[Tensor, ...
         GATE_FORM=inputs.gate_form,
         HAS_BIAS=activated and inputs.dt_bias is not None,
         HAS_HALO=call.has_halo,
-        L2NORM=inputs.use_qk_l2norm,
         BETA_SIGMOID=inputs.use_beta_sigmoid,
         **options,
     )

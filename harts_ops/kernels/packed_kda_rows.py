@@ -88,13 +88,6 @@ def _destination_kernel(
                 tl.store(rows[:, None] + (first + columns)[None, :], zero, mask=mask)
 
 
-@triton.jit
-def _unit_gradient(x, grad):
-    """Gradient of x from that of x / |x|, divided by |x| already."""
-    unit = x * tl.rsqrt(tl.sum(x * x, 1) + NORM_EPSILON)[:, None]
-    return grad - unit * tl.sum(unit * grad, 1)[:, None]
-
-
 @triton.jit(do_not_specialize=["num_own", "num_rows"])
 def _row_gradient_kernel(
     dq_ptr,
@@ -102,11 +95,8 @@ def _row_gradient_kernel(
     dg_ptr,
     db_ptr,
     dv_ptr,
-    q_ptr,
-    k_ptr,
     gate_ptr,
     beta_ptr,
-    halo_k_ptr,
     halo_gate_ptr,
     halo_beta_ptr,
     a_log_ptr,
@@ -137,12 +127,12 @@ def _row_gradient_kernel(
     GATE_FORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_HALO: tl.constexpr,
-    L2NORM: tl.constexpr,
     BETA_SIGMOID: tl.constexpr,
 ):
-    """Gradients of BR rows of one key head: packed entries summed in fp32, then activations.
+    """Gradients of BR rows of one key head that the chunks' kernels have not finished.
 
-    Rows with one packed entry got their gradient of v from the chunk already.
+    These are all gates, everything of rows with several packed entries (or none), and q and k
+    that value heads share: sums over entries and heads in fp32, then through activations.
     """
     block, hk = tl.program_id(0) // HK, tl.program_id(0) % HK
     row = block.to(tl.int64) * BR + tl.arange(0, BR)
@@ -154,35 +144,13 @@ def _row_gradient_kernel(
     any_several = tl.max(several.to(tl.int32), 0)
     o_k, o_v = tl.arange(0, PK), tl.arange(0, PV)
     m_k = inside[:, None] & (o_k < K)[None, :]
-    m_v = several[:, None] & (o_v < V)[None, :]
-
-    sum_q = tl.zeros([BR, PK], dtype=tl.float32)
-    sum_k = tl.zeros([BR, PK], dtype=tl.float32)
     for hv in range(hk * (HV // HK), (hk + 1) * (HV // HK)):
         sum_g = tl.zeros([BR, PK], dtype=tl.float32)
-        sum_b = tl.zeros([BR], dtype=tl.float32)
         for j in range(0, most):
             m_j = j < count
             entry = tl.load(packed_order_ptr + first + j, mask=m_j, other=0).to(tl.int64) * HV + hv
-            offsets = entry[:, None] * K + o_k[None, :]
             m_jk = m_j[:, None] & (o_k < K)[None, :]
-            sum_q += tl.load(dq_ptr + offsets, mask=m_jk, other=0.0)
-            sum_k += tl.load(dk_ptr + offsets, mask=m_jk, other=0.0)
-            sum_g += tl.load(dg_ptr + offsets, mask=m_jk, other=0.0)
-            sum_b += tl.load(db_ptr + entry, mask=m_j, other=0.0)
-        if any_several > 0:
-            sum_v = tl.zeros([BR, PV], dtype=tl.float32)
-            for j in range(0, most):
-                m_j = several & (j < count)
-                entry = tl.load(packed_order_ptr + first + j, mask=m_j, other=0).to(tl.int64)
-                offsets = (entry * HV + hv)[:, None] * V + o_v[None, :]
-                m_jv = m_j[:, None] & (o_v < V)[None, :]
-                sum_v += tl.load(dv_ptr + offsets, mask=m_jv, other=0.0)
-            to = row_pointers(grad_v_ptr, grad_halo_v_ptr, row, num_own, HV * V, HAS_HALO)
-            tl.store(
-                to[:, None] + hv * V + o_v[None, :], sum_v.to(grad_v_ptr.dtype.element_ty), m_v
-            )
-
+            sum_g += tl.load(dg_ptr + entry[:, None] * K + o_k[None, :], mask=m_jk, other=0.0)
         if GATE_FORM != "log_decay":
             at = row_pointers(gate_ptr, halo_gate_ptr, row, num_own, HV * K, HAS_HALO)
             x = tl.load(at[:, None] + hv * K + o_k[None, :], mask=m_k, other=0.0).to(tl.float32)
@@ -205,24 +173,46 @@ def _row_gradient_kernel(
         to = to[:, None] + hv * K + o_k[None, :]
         tl.store(to, sum_g.to(grad_gate_ptr.dtype.element_ty), mask=m_k)
 
-        if BETA_SIGMOID:
-            at = row_pointers(beta_ptr, halo_beta_ptr, row, num_own, HV, HAS_HALO)
-            active = tl.sigmoid(tl.load(at + hv, mask=inside, other=0.0).to(tl.float32))
-            sum_b *= active * (1.0 - active)
-        to = row_pointers(grad_beta_ptr, grad_halo_beta_ptr, row, num_own, HV, HAS_HALO)
-        tl.store(to + hv, sum_b.to(grad_beta_ptr.dtype.element_ty), mask=inside)
+        if any_several > 0:
+            sum_b = tl.zeros([BR], dtype=tl.float32)
+            sum_v = tl.zeros([BR, PV], dtype=tl.float32)
+            for j in range(0, most):
+                m_j = several & (j < count)
+                entry = tl.load(packed_order_ptr + first + j, mask=m_j, other=0).to(tl.int64)
+                entry = entry * HV + hv
+                sum_b += tl.load(db_ptr + entry, mask=m_j, other=0.0)
+                m_jv = m_j[:, None] & (o_v < V)[None, :]
+                sum_v += tl.load(dv_ptr + entry[:, None] * V + o_v[None, :], mask=m_jv, other=0.0)
+            to_v = row_pointers(grad_v_ptr, grad_halo_v_ptr, row, num_own, HV * V, HAS_HALO)
+            to_v = to_v[:, None] + hv * V + o_v[None, :]
+            m_v = several[:, None] & (o_v < V)[None, :]
+            tl.store(to_v, sum_v.to(grad_v_ptr.dtype.element_ty), mask=m_v)
+            if BETA_SIGMOID:
+                at_b = row_pointers(beta_ptr, halo_beta_ptr, row, num_own, HV, HAS_HALO)
+                step = tl.sigmoid(tl.load(at_b + hv, mask=several, other=0.0).to(tl.float32))
+                sum_b *= step * (1.0 - step)
+            to_b = row_pointers(grad_beta_ptr, grad_halo_beta_ptr, row, num_own, HV, HAS_HALO)
+            tl.store(to_b + hv, sum_b.to(grad_beta_ptr.dtype.element_ty), mask=several)
 
-    own = m_k & (row < num_own)[:, None]
-    offsets = row[:, None] * (HK * K) + hk * K + o_k[None, :]
-    if L2NORM:
-        sum_q = _unit_gradient(tl.load(q_ptr + offsets, mask=own, other=0.0).to(tl.float32), sum_q)
-        at = row_pointers(k_ptr, halo_k_ptr, row, num_own, HK * K, HAS_HALO)
-        x = tl.load(at[:, None] + hk * K + o_k[None, :], mask=m_k, other=0.0).to(tl.float32)
-        sum_k = _unit_gradient(x, sum_k)
-    tl.store(grad_q_ptr + offsets, sum_q.to(grad_q_ptr.dtype.element_ty), mask=own)
-    to = row_pointers(grad_k_ptr, grad_halo_k_ptr, row, num_own, HK * K, HAS_HALO)
-    to = to[:, None] + hk * K + o_k[None, :]
-    tl.store(to, sum_k.to(grad_k_ptr.dtype.element_ty), mask=m_k)
+    if (HV > HK) | (any_several > 0):
+        summed = inside if HV > HK else several
+        m_s = summed[:, None] & (o_k < K)[None, :]
+        sum_q = tl.zeros([BR, PK], dtype=tl.float32)
+        sum_k = tl.zeros([BR, PK], dtype=tl.float32)
+        for hv in range(hk * (HV // HK), (hk + 1) * (HV // HK)):
+            for j in range(0, most):
+                m_s_j = summed & (j < count)
+                entry = tl.load(packed_order_ptr + first + j, mask=m_s_j, other=0).to(tl.int64)
+                offsets = (entry * HV + hv)[:, None] * K + o_k[None, :]
+                m_jk = m_s_j[:, None] & (o_k < K)[None, :]
+                sum_q += tl.load(dq_ptr + offsets, mask=m_jk, other=0.0)
+                sum_k += tl.load(dk_ptr + offsets, mask=m_jk, other=0.0)
+        own = m_s & (row < num_own)[:, None]
+        offsets = row[:, None] * (HK * K) + hk * K + o_k[None, :]
+        tl.store(grad_q_ptr + offsets, sum_q.to(grad_q_ptr.dtype.element_ty), mask=own)
+        to_k = row_pointers(grad_k_ptr, grad_halo_k_ptr, row, num_own, HK * K, HAS_HALO)
+        to_k = to_k[:, None] + hk * K + o_k[None, :]
+        tl.store(to_k, sum_k.to(grad_k_ptr.dtype.element_ty), mask=m_s)
 
 
 @triton.jit

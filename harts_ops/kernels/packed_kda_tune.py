@@ -36,6 +36,7 @@ SEARCH: dict[str, dict[str, tuple[int, ...]]] = {
     "scan": _SCAN,
     "rescan": _SCAN,
     "reverse_scan": _SCAN,
+    "state_gradient": _CHUNK | {"num_stages": (1,), "STAGES": (1, 2)},
     "matrix_gradient": _CHUNK,
     "gradient": {"num_warps": (1, 2)},  # four would multiply as a group, from narrow tiles
     "row_gradient": {"BR": (4, 8, 16, 32), "num_warps": (1, 2, 4, 8)},
@@ -200,16 +201,20 @@ def make_stages(args: list[Any]) -> dict[str, Callable[[dict[str, int]], Any]]:
     grad_states, grad_delta, _ = launch.reverse_scan(call, prepared, None)
     grads = launch.empty_gradients(call)
     chunk_states = (states, delta, grad_states, grad_delta)
-    parts, d_beta, d_v = launch.matrix_gradient(call, prepared, chunk_states, grads)
-    packed = (*launch.gradient(call, prepared, parts), d_beta, d_v)
+    state_grads = launch.state_gradient(call, prepared, chunk_states)
+    inner = (prepared, (delta, grad_delta), state_grads, grads)
+    matrices, d_beta, d_v = launch.matrix_gradient(call, *inner)
+    parts = (*matrices, *state_grads)
+    packed = (*launch.gradient(call, prepared, parts, grads), d_beta, d_v)
     runs: dict[str, Callable[[Call], Any]] = {
         "prepare": lambda c: launch.prepare(c, scores, inverse, rows),
         "reprepare": lambda c: launch.prepare(c, scores, inverse, rows, grad_out),
         "scan": lambda c: launch.scan(c, prepared, exported, rows, out),
         "rescan": lambda c: launch.rescan(c, prepared, exported),
         "reverse_scan": lambda c: launch.reverse_scan(c, prepared, None),
-        "matrix_gradient": lambda c: launch.matrix_gradient(c, prepared, chunk_states, grads),
-        "gradient": lambda c: launch.gradient(c, prepared, parts),
+        "state_gradient": lambda c: launch.state_gradient(c, prepared, chunk_states),
+        "matrix_gradient": lambda c: launch.matrix_gradient(c, *inner),
+        "gradient": lambda c: launch.gradient(c, prepared, parts, grads),
         "row_gradient": lambda c: launch.row_gradient(c, grads, packed),
     }
 
