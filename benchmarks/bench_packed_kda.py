@@ -287,12 +287,12 @@ def floors() -> dict[str, tuple[float, float]]:
         "reprepare": (e * (5 * w + b + 1) + e * (5 * w + b) + 4 * w, b * w),
         "rescan": (e * (3 * w + b) + e * w + state, 4 * w * w + b * w),
         "reverse_scan": (e * (4 * w + b) + e * w + state, 6 * w * w + b * w),
-        "state_gradient": (e * 4 * w + 2 * state + e * 3 * w, 6 * w * w),
+        "state_gradient": (e * 5 * w + 2 * state + e * 3 * w, 6 * w * w),
         "matrix_gradient": (
-            e * (7 * w + 2 * b) + 4 * w + e * (2 * b + 2 * w),
-            4 * b * w + 2 * b * b / 3,
+            e * (6 * w + 2 * b) + e * (2 * w + 2 * b),
+            5 * b * w + 2 * b * b / 3,
         ),
-        "gradient": (e * (5 * w + 3 * b) + 4 * w + e * 2 * w + 4 * w, 5 * b * w),
+        "gradient": (e * (5 * w + 2 * b) + 4 * w + e * 2 * w + 4 * w, 4 * b * w),
         "row_gradient": (4 * w + 2 * e * w, 0.0),
     }
 

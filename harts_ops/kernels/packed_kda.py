@@ -50,9 +50,8 @@ def backward(
         state_grads = launch.state_gradient(call, prepared, chunk_states)
         del states, grad_states, chunk_states
         deltas = (delta, grad_delta)
-        matrices, d_beta, d_v = launch.matrix_gradient(call, prepared, deltas, state_grads, grads)
-        parts = (*matrices, *state_grads)
-        del delta, grad_delta, deltas, matrices, state_grads
+        parts, d_beta, d_v = launch.matrix_gradient(call, prepared, deltas, state_grads, grads)
+        del delta, grad_delta, deltas, state_grads
         d_q, d_k, d_g = launch.gradient(call, prepared, parts, grads)
         del prepared, parts
         launch.row_gradient(call, grads, (d_q, d_k, d_g, d_beta, d_v))

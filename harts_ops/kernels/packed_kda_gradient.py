@@ -72,7 +72,6 @@ def _gradient_kernel(
     chunk_indices_ptr,
     decay_ptr,
     row_scale_ptr,
-    mix_ptr,
     d_scores_ptr,
     d_products_ptr,
     d_own_ptr,
@@ -80,7 +79,7 @@ def _gradient_kernel(
     d_end_ptr,
     dq_state_ptr,
     dk_state_ptr,
-    dw_ptr,
+    dk_decay_ptr,
     dq_ptr,
     dk_ptr,
     dg_ptr,
@@ -89,7 +88,6 @@ def _gradient_kernel(
     grad_halo_k_ptr,
     num_own,
     num_packed,
-    scale,
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -120,10 +118,10 @@ def _gradient_kernel(
     start, length = chunk_range(chunk_indices_ptr, cu_seqlens_ptr, chunk, BT)
     if length <= 0:
         return
-    dtype: tl.constexpr = mix_ptr.dtype.element_ty
+    dtype: tl.constexpr = d_scores_ptr.dtype.element_ty
     BLOCKS: tl.constexpr = BT // R
     STRIDE: tl.constexpr = HV * K
-    o_r, o_c, o_all = tl.arange(0, R), tl.arange(0, R), tl.arange(0, BT)
+    o_r, o_c = tl.arange(0, R), tl.arange(0, R)
     o_k = block * BK + tl.arange(0, BK)
     m_k = o_k < K if K % BK else tl.full([BK], 1, tl.int1)
     head = start * HV + hv
@@ -132,19 +130,18 @@ def _gradient_kernel(
     decay = decay_ptr + head * K + o_k
     dq_state_ptr += head * K
     dk_state_ptr += head * K
-    dw_ptr += head * K
+    dk_decay_ptr += head * K
     dq_ptr += head * K
     dk_ptr += head * K
     dg_ptr += head * K
-    mix_ptr += head * BT
     d_scores_ptr += head * BT
     d_products_ptr += head * BT
     d_own_ptr += head
     norm_q_ptr = d_norm_ptr + head
     norm_k_ptr = norm_q_ptr + tl.cast(num_packed, tl.int64) * HV
-    q_scale_ptr = row_scale_ptr + head
-    k_scale_ptr = q_scale_ptr + tl.cast(num_packed, tl.int64) * HV
+    k_scale_ptr = row_scale_ptr + head + tl.cast(num_packed, tl.int64) * HV
 
+    g_end = tl.load(decay + (length - 1) * STRIDE, mask=m_k, other=0.0)
     crossed = tl.zeros([BK, R], dtype=tl.float32)
     # from the last rows to the first; unrolled, sums would be postponed and fill the registers
     for i in tl.range(0, BLOCKS, num_stages=1):
@@ -164,23 +161,21 @@ def _gradient_kernel(
         g = tl.load(decay[:, None] + at[None, :] * STRIDE, mask=m_k[:, None], other=0.0)
         d_q = tl.load(dq_state_ptr + tile, mask=m_kt, other=0.0)
         d_k = tl.load(dk_state_ptr + tile, mask=m_kt, other=0.0)
-        mix = o_all[:, None] * (HV * BT) + (first + o_c)[None, :]
-        mix = tl.load(mix_ptr + mix, mask=(o_all < length)[:, None], other=0.0)
+        d_decay = tl.load(dk_decay_ptr + tile, mask=m_kt, other=0.0)
         g = _pinned(g)
         q = _pinned(q.to(tl.float32))
         k = _pinned(k.to(tl.float32))
         d_q = _pinned(d_q.to(tl.float32))
         d_k = _pinned(d_k.to(tl.float32))
-        d_w = tl.minimum(o_all, length - 1)[None, :] * STRIDE + o_k[:, None]
-        d_w = tl.load(dw_ptr + d_w, mask=m_k[:, None], other=0.0)
-        d_w = tl.dot(d_w, mix, input_precision=PRECISION)
-        q_scale = tl.load(q_scale_ptr + o_t * HV, mask=m_t, other=0.0) * scale
+        d_decay = _pinned(d_decay.to(tl.float32))
         k_scale = tl.load(k_scale_ptr + o_t * HV, mask=m_t, other=0.0)
         e = tl.exp2(g)
-        d_q *= e * q_scale[None, :]
-        d_w *= e * -k_scale[None, :]
-        balance = q * d_q + k * (d_w - d_k)
-        d_k += d_w
+        d_q *= e
+        d_decay *= e * -k_scale[None, :]
+        e = tl.exp2(g_end[:, None] - g) * k_scale[None, :]
+        # the last decay has got the very same products: see `_add_rows`
+        balance = q * d_q + k * d_decay - d_k * _rounded(k * e, dtype, PACK).to(tl.float32)
+        d_k = d_k * e + d_decay
         d_own = tl.load(d_own_ptr + o_t * HV, mask=m_t, other=0.0)[None, :]
         d_k += d_own * q
         d_q += d_own * k

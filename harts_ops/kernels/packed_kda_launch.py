@@ -245,9 +245,14 @@ def state_gradient(
             inputs.cu_seqlens,
             inputs.chunk_indices,
             prepared.q_decay,
+            prepared.k_end,
+            prepared.decay,
+            prepared.row_scale,
             prepared.grad_out,
             *chunk_states,
             *state_grads,
+            call.num_packed,
+            inputs.scale,
             **call.chunk_sizes,
             L2NORM=inputs.use_qk_l2norm,
             **call.options["state_gradient"],
@@ -261,33 +266,31 @@ def matrix_gradient(
     deltas: tuple[Tensor, Tensor],
     state_grads: tuple[Tensor, ...],
     grads: dict[str, Tensor],
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
-    """Gradients of the chunks' matrices; packed ones of beta, and of v where rows have several."""
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    """What `gradient` reads; packed gradients of beta and v where rows have several entries."""
     inputs = call.inputs
     d_v = call.packed(call.value_width, torch.float32)
     d_own, d_beta = d_v.new_empty(d_v.shape[:2]), d_v.new_empty(d_v.shape[:2])
     matrices = (torch.empty_like(prepared.mix), torch.empty_like(prepared.mix), d_own)
-    d_norm, d_end, _, d_k, d_w = state_grads
+    d_norm, d_end, d_q, d_k, d_w = state_grads
+    dk_decay = torch.empty_like(d_w)
     if call.num_chunks:
         _matrices._matrix_gradient_kernel[(call.num_chunks * call.heads,)](
-            inputs.k,
-            inputs.halo_k if call.has_halo else inputs.k,
             inputs.packed_row,
             inputs.packed_ptr,
             inputs.cu_seqlens,
             inputs.chunk_indices,
             prepared.values,
             prepared.grad_out,
-            prepared.decay,
+            prepared.w,
             prepared.row_scale,
             prepared.scores,
             prepared.inverse,
             *deltas,
             *matrices,
             d_norm,
-            d_end,
-            d_k,
             d_w,
+            dk_decay,
             d_beta,
             d_v,
             grads["v"],
@@ -297,7 +300,6 @@ def matrix_gradient(
             inputs.q.shape[0],
             call.num_packed,
             inputs.scale,
-            HK=call.key_heads,
             **call.chunk_sizes,
             HAS_HALO=call.has_halo,
             L2NORM=inputs.use_qk_l2norm,
@@ -305,7 +307,7 @@ def matrix_gradient(
             FENCE=call.fence,
             **call.options["matrix_gradient"],
         )
-    return matrices, d_beta, d_v
+    return (*matrices, d_norm, d_end, d_q, d_k, dk_decay), d_beta, d_v
 
 
 def gradient(
@@ -334,7 +336,6 @@ def gradient(
             inputs.chunk_indices,
             prepared.decay,
             prepared.row_scale,
-            prepared.mix,
             *parts,
             d_q,
             d_k,
@@ -344,7 +345,6 @@ def gradient(
             grads["halo_k" if call.has_halo else "k"],
             inputs.q.shape[0],
             call.num_packed,
-            inputs.scale,
             HK=call.key_heads,
             **call.chunk_sizes,
             R=rows,

@@ -6,11 +6,14 @@ import triton.language as tl
 from harts_ops.kernels.packed_kda_rows import chunk_range, publish, row_pointers
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_packed"])
 def _state_gradient_kernel(
     cu_seqlens_ptr,
     chunk_indices_ptr,
     q_decay_ptr,
+    k_end_ptr,
+    decay_ptr,
+    row_scale_ptr,
     grad_out_ptr,
     states_ptr,
     delta_ptr,
@@ -21,6 +24,8 @@ def _state_gradient_kernel(
     dq_ptr,
     dk_ptr,
     dw_ptr,
+    num_packed,
+    scale,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -33,8 +38,9 @@ def _state_gradient_kernel(
 ):
     """Products of the rows of one chunk of one value head with the states before and after it.
 
-    They are what the states return to q exp(g), k exp(g_end - g), w and the chunk's last decay.
-    With L2NORM also their part of what ``d_norm`` holds for q in the end.
+    They are what the states return to q exp(g) (counting q before its division by the norm),
+    k exp(g_end - g) and w; also to the chunk's last decay, through the state and k, in ``d_end``.
+    With L2NORM, ``d_norm`` gets the products of q and k with their gradients so far.
     """
     chunk, hv = tl.program_id(0) // HV, tl.program_id(0) % HV
     start, length = chunk_range(chunk_indices_ptr, cu_seqlens_ptr, chunk, BT)
@@ -45,7 +51,9 @@ def _state_gradient_kernel(
     m_t = o_t < length
     head = start * HV + hv
     state = (chunk.to(tl.int64) * HV + hv) * (K * V)
+    q_scale = tl.load(row_scale_ptr + head + o_t * HV, mask=m_t, other=0.0) * scale
     of_q = tl.zeros([BT], dtype=tl.float32)
+    of_k = tl.zeros([BT], dtype=tl.float32)
     for first in range(0, K, BK):
         o_k = first + tl.arange(0, BK)
         m_k = o_k < K
@@ -70,29 +78,35 @@ def _state_gradient_kernel(
             d_end += tl.sum(h.to(tl.float32) * d_h.to(tl.float32), 0)
         m_tk = m_t[:, None] & m_k[None, :]
         tile = head * K + o_t[:, None] * (HV * K) + o_k[None, :]
-        d_q = d_q.to(dtype)
-        tl.store(dq_ptr + tile, d_q, mask=m_tk)
-        tl.store(dk_ptr + tile, d_k.to(dtype), mask=m_tk)
-        tl.store(dw_ptr + tile, d_w.to(dtype), mask=m_tk)
-        tl.store(d_end_ptr + (chunk.to(tl.int64) * HV + hv) * K + o_k, d_end, mask=m_k)
         if L2NORM:
             q = tl.load(q_decay_ptr + tile, mask=m_tk, other=0.0)
-            of_q += tl.sum(q.to(tl.float32) * d_q.to(tl.float32), 1)
+            of_q += tl.sum(q.to(tl.float32) * d_q, 1)
+        tl.store(dq_ptr + tile, (d_q * q_scale[:, None]).to(dtype), mask=m_tk)
+        d_k = d_k.to(dtype)
+        tl.store(dk_ptr + tile, d_k, mask=m_tk)
+        tl.store(dw_ptr + tile, d_w.to(dtype), mask=m_tk)
+        k = tl.load(k_end_ptr + tile, mask=m_tk, other=0.0)
+        k = k.to(tl.float32) * d_k.to(tl.float32)
+        g_end = tl.load(decay_ptr + (head + (length - 1) * HV) * K + o_k, mask=m_k, other=0.0)
+        d_end = d_end * tl.exp2(g_end) + tl.sum(k, 0)
+        tl.store(d_end_ptr + (chunk.to(tl.int64) * HV + hv) * K + o_k, d_end, mask=m_k)
+        if L2NORM:
+            of_k += tl.sum(k, 1)
     if L2NORM:
-        tl.store(d_norm_ptr + head + o_t * HV, of_q, mask=m_t)
+        to = d_norm_ptr + head + o_t * HV
+        tl.store(to, of_q, mask=m_t)
+        tl.store(to + num_packed * HV, of_k, mask=m_t)
 
 
 @triton.jit(do_not_specialize=["num_own", "num_packed"])
 def _matrix_gradient_kernel(
-    k_ptr,
-    halo_k_ptr,
     packed_row_ptr,
     packed_ptr_ptr,
     cu_seqlens_ptr,
     chunk_indices_ptr,
     values_ptr,
     grad_out_ptr,
-    decay_ptr,
+    w_ptr,
     row_scale_ptr,
     scores_ptr,
     inverse_ptr,
@@ -102,9 +116,8 @@ def _matrix_gradient_kernel(
     d_products_ptr,
     d_own_ptr,
     d_norm_ptr,
-    d_end_ptr,
-    dk_ptr,
     dw_ptr,
+    dk_decay_ptr,
     db_ptr,
     dv_ptr,
     grad_v_ptr,
@@ -114,7 +127,6 @@ def _matrix_gradient_kernel(
     num_own,
     num_packed,
     scale,
-    HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -127,16 +139,16 @@ def _matrix_gradient_kernel(
     PRECISION: tl.constexpr,
     FENCE: tl.constexpr,
 ):
-    """Gradients of one chunk's two matrices of row pairs, of its v and of its beta.
+    """Gradients of one chunk's two matrices of row pairs, of its v, of its beta and of k exp(g).
 
     The matrices are those of q and k (its diagonal apart, in ``d_own``) and, before its inverse,
-    of beta k and k; like ``dk`` they count q and k before their division by the norm. A row with
-    one packed entry gets its gradients of v and beta here; others leave them in ``dv`` and ``db``.
-    With L2NORM, ``d_norm`` gets q . dq / |q|^2 and k . dk / |k|^2 of each row: every product that
-    q or k enters is an entry of a matrix or of a row that is here, so no dq or dk is needed.
+    of beta k and k; they count q and k before their division by the norm. That of k exp(g), which
+    only w = -mix (k exp(g)) reads, is -``dk_decay``. A row with one packed entry gets its gradients
+    of v and beta here; others leave them in ``dv`` and ``db``. With L2NORM, ``d_norm`` becomes
+    q . dq / |q|^2 and k . dk / |k|^2 of each row: sums of products that are all here, as w's and
+    the inverse's own products with their gradients stand for those of k exp(g) and of the pairs.
     """
     chunk, hv = tl.program_id(0) // HV, tl.program_id(0) % HV
-    hk = hv // (HV // HK)
     start, length = chunk_range(chunk_indices_ptr, cu_seqlens_ptr, chunk, BT)
     if length <= 0:
         return
@@ -189,12 +201,14 @@ def _matrix_gradient_kernel(
 
     diagonal = o_t[:, None] == o_c[None, :]
     to_norm = d_norm_ptr + head + o_t * HV
+    d_mix *= beta[None, :]
     if L2NORM:
         pairs = tl.load(scores_ptr + head * BT + matrix, mask=m_t[:, None], other=0.0)
         pairs = pairs.to(tl.float32) * d_scores
         of_q = tl.load(to_norm, mask=m_t, other=0.0) + tl.sum(pairs, 1)
         tl.store(to_norm, of_q * q_scale * q_scale, mask=m_t)
-        of_k = tl.sum(pairs - inverse.to(tl.float32) * (d_mix * beta[None, :]), 0)
+        mixed = inverse.to(tl.float32) * d_mix
+        of_k = tl.sum(pairs - mixed, 0) - tl.sum(mixed, 1)
     q_scale *= scale
     d_own = tl.where(diagonal, d_scores, 0.0)
     tl.store(d_own_ptr + head + o_t * HV, tl.sum(d_own, 1) * q_scale * k_scale, mask=m_t)
@@ -203,38 +217,27 @@ def _matrix_gradient_kernel(
     d_scores = tl.where(earlier, d_scores, 0.0).to(dtype)
     tl.store(d_scores_ptr + head * BT + matrix, d_scores, mask=m_t[:, None])
 
-    k_rows = row_pointers(k_ptr, halo_k_ptr, row, num_own, HK * K, HAS_HALO) + hk * K
-    for first in range(0, K, BK):
-        o_k = first + tl.arange(0, BK)
-        m_k = o_k < K
-        m_tk = m_t[:, None] & m_k[None, :]
-        tile = head * K + o_t[:, None] * (HV * K) + o_k[None, :]
-        d_w = tl.load(dw_ptr + tile, mask=m_tk, other=0.0)
-        d_k = tl.load(dk_ptr + tile, mask=m_tk, other=0.0).to(tl.float32)
-        g = tl.load(decay_ptr + tile, mask=m_tk, other=0.0)
-        g_end = tl.load(decay_ptr + (head + (length - 1) * HV) * K + o_k, mask=m_k, other=0.0)
-        k = tl.load(k_rows[:, None] + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32)
-        d_k = (d_k * tl.exp2(g_end[None, :] - g) * k_scale[:, None]).to(dtype)
-        tl.store(dk_ptr + tile, d_k, mask=m_tk)
-        of_end = k * d_k.to(tl.float32)
-        end = d_end_ptr + (chunk.to(tl.int64) * HV + hv) * K + o_k
-        d_end = tl.load(end, mask=m_k, other=0.0) * tl.exp2(g_end) + tl.sum(of_end, 0)
-        tl.store(end, d_end, mask=m_k)
-        if L2NORM:
-            of_k += tl.sum(of_end, 1)
-        k = tl.trans((k * tl.exp2(g) * -k_scale[:, None]).to(dtype))
-        publish(FENCE)
-        d_mix = tl.dot(d_w, k, d_mix, input_precision=PRECISION)
-
-    d_mix *= beta[None, :]
-    d_inverse = tl.where(earlier, d_mix, 0.0).to(dtype)
+    d_inverse = d_mix.to(dtype)
     publish(FENCE)
     d_products = tl.dot(inverse_t, d_inverse, input_precision=PRECISION).to(dtype)
     publish(FENCE)
     d_products = tl.dot(d_products, inverse_t, input_precision=PRECISION)
+    for first in range(0, K, BK):
+        o_k = first + tl.arange(0, BK)
+        m_tk = m_t[:, None] & (o_k < K)[None, :]
+        tile = head * K + o_t[:, None] * (HV * K) + o_k[None, :]
+        d_w = tl.load(dw_ptr + tile, mask=m_tk, other=0.0)
+        w = tl.load(w_ptr + tile, mask=m_tk, other=0.0)
+        if L2NORM:
+            of_k -= tl.sum(w.to(tl.float32) * d_w.to(tl.float32), 1)
+        w = tl.trans(w)
+        publish(FENCE)
+        d_w = tl.dot(inverse_t, d_w, input_precision=PRECISION)
+        d_products = tl.dot(d_w.to(dtype), w, d_products, input_precision=PRECISION)
+        tl.store(dk_decay_ptr + tile, (d_w * beta[:, None]).to(dtype), mask=m_tk)
     if L2NORM:
-        of_k += tl.sum(tl.where(diagonal, d_mix + 2.0 * d_products, 0.0), 1)
-        of_k -= tl.sum(d_inverse.to(tl.float32) * inverse.to(tl.float32), 1)
+        of_k += 2.0 * tl.sum(tl.where(diagonal, d_products, 0.0), 1)
+        of_k += tl.load(to_norm + num_packed * HV, mask=m_t, other=0.0)
         tl.store(to_norm + num_packed * HV, of_k * k_scale * k_scale, mask=m_t)
     d_products *= (beta * -k_scale)[:, None] * k_scale[None, :]
     d_products = tl.where(earlier, d_products, 0.0).to(dtype)
