@@ -52,9 +52,10 @@ def backward(
         deltas = (delta, grad_delta)
         parts, d_beta, d_v = launch.matrix_gradient(call, prepared, deltas, state_grads, grads)
         del delta, grad_delta, deltas, state_grads
-        d_q, d_k, d_g = launch.gradient(call, prepared, parts, grads)
+        packed, of_chunks = launch.gradient(call, prepared, parts, grads)
         del prepared, parts
-        launch.row_gradient(call, grads, (d_q, d_k, d_g, d_beta, d_v))
+        of_rows = launch.row_gradient(call, grads, (*packed, d_beta, d_v))
+        launch.activation_gradient(call, grads, of_chunks, of_rows)
         launch.source_gradient(call, grads, grad_sources)
     return tuple(grads.values())
 

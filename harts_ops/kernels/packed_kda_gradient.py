@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from harts_ops.kernels.packed_kda_prepare import halves
-from harts_ops.kernels.packed_kda_rows import chunk_range, row_pointers
+from harts_ops.kernels.packed_kda_rows import activation_gradient, chunk_range, row_pointers
 
 
 @triton.jit
@@ -65,7 +65,11 @@ def _for_columns(q_row, k_row, s, p, PRECISION: tl.constexpr):
 def _gradient_kernel(
     q_ptr,
     k_ptr,
+    gate_ptr,
     halo_k_ptr,
+    halo_gate_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
     packed_row_ptr,
     packed_ptr_ptr,
     cu_seqlens_ptr,
@@ -85,9 +89,14 @@ def _gradient_kernel(
     dg_ptr,
     grad_q_ptr,
     grad_k_ptr,
+    grad_gate_ptr,
     grad_halo_k_ptr,
+    grad_halo_gate_ptr,
+    part_a_log_ptr,
+    part_dt_bias_ptr,
     num_own,
     num_packed,
+    lower_bound,
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -96,34 +105,51 @@ def _gradient_kernel(
     R: tl.constexpr,
     BK: tl.constexpr,
     NUM_HALVES: tl.constexpr,
+    GATE_FORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HAS_HALO: tl.constexpr,
     L2NORM: tl.constexpr,
     SAFE: tl.constexpr,
     PRECISION: tl.constexpr,
     PACK: tl.constexpr,
 ):
-    """Gradients of BK columns of q, k and the log decay of one chunk of one value head.
+    """Gradients of BK columns of q, k and the gate of one chunk of one value head.
 
     Tiles are transposed, [BK, R]: what is multiplied by a chunk's matrix is then a left operand,
     which needs no shared memory. A warp has 16 columns, and R rows keep its tiles in registers.
     Rows R and up meet the first R by decays from row R; in a block of R rows with a gate that is
     bounded by -5 (SAFE), decays count from its middle, and R / 2 steps stay within range.
     Rows with several packed entries, and q and k that value heads share, leave their gradients of
-    q and k in ``dq`` and ``dk`` for the sum over entries and heads; others get them here.
+    q, k and the log decay in ``dq``, ``dk`` and ``dg`` for the sum over entries and heads; others
+    get them here, and give this chunk's part of the gradients of A_log and dt_bias.
     """
     block = tl.program_id(0) % tl.cdiv(K, BK)
     hv = tl.program_id(0) // tl.cdiv(K, BK) % HV
     chunk = tl.program_id(0) // (tl.cdiv(K, BK) * HV)
     hk = hv // (HV // HK)
     start, length = chunk_range(chunk_indices_ptr, cu_seqlens_ptr, chunk, BT)
-    if length <= 0:
-        return
     dtype: tl.constexpr = d_scores_ptr.dtype.element_ty
     BLOCKS: tl.constexpr = BT // R
     STRIDE: tl.constexpr = HV * K
     o_r, o_c = tl.arange(0, R), tl.arange(0, R)
     o_k = block * BK + tl.arange(0, BK)
     m_k = o_k < K if K % BK else tl.full([BK], 1, tl.int1)
+    ACTIVATED: tl.constexpr = GATE_FORM != "log_decay"
+    part_a_log = part_a_log_ptr + tl.program_id(0)
+    part_dt_bias = part_dt_bias_ptr + (chunk.to(tl.int64) * HV + hv) * K + o_k
+    if length <= 0:
+        if ACTIVATED:
+            tl.store(part_a_log, 0.0)
+            tl.store(part_dt_bias, tl.zeros([BK], tl.float32), mask=m_k)
+        return
+    rate = 1.0
+    bias = tl.zeros([BK], dtype=tl.float32)
+    if ACTIVATED:
+        rate = tl.exp(tl.load(a_log_ptr + hv).to(tl.float32))
+    if HAS_BIAS:
+        bias = tl.load(dt_bias_ptr + hv * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    d_a_log = tl.zeros([BK], dtype=tl.float32)
+    d_dt_bias = tl.zeros([BK], dtype=tl.float32)
     head = start * HV + hv
     d_end = tl.load(d_end_ptr + (chunk.to(tl.int64) * HV + hv) * K + o_k, mask=m_k, other=0.0)
     # offsets from here on fit into 32 bits
@@ -144,7 +170,7 @@ def _gradient_kernel(
     g_end = tl.load(decay + (length - 1) * STRIDE, mask=m_k, other=0.0)
     crossed = tl.zeros([BK, R], dtype=tl.float32)
     # from the last rows to the first; unrolled, sums would be postponed and fill the registers
-    for i in tl.range(0, BLOCKS, num_stages=1):
+    for i in tl.range(BLOCKS - tl.cdiv(length, R), BLOCKS, num_stages=1):
         first = (BLOCKS - 1 - i) * R
         o_t = first + o_r
         m_t = o_t < length
@@ -242,16 +268,19 @@ def _gradient_kernel(
                 d_q, d_k, balance, q_row, k_row, k_row, e, s_level, p_level, PRECISION
             )
 
-        packed = m_t
+        count = tl.load(packed_ptr_ptr + row + 1) - tl.load(packed_ptr_ptr + row)
+        several = m_t & (count != 1)
+        single = m_t & (count == 1)
+        m_single = m_k[:, None] & single[None, :]
         if HV == HK:
-            count = tl.load(packed_ptr_ptr + row + 1) - tl.load(packed_ptr_ptr + row)
-            packed = m_t & (count != 1)
-            single = m_t & (count == 1)
+            packed = several
             to = row_pointers(grad_k_ptr, grad_halo_k_ptr, row, num_own, HK * K, HAS_HALO) + hk * K
             x = d_k.to(grad_k_ptr.dtype.element_ty)
-            tl.store(to[None, :] + o_k[:, None], x, mask=m_k[:, None] & single[None, :])
+            tl.store(to[None, :] + o_k[:, None], x, mask=m_single)
             x = d_q.to(grad_q_ptr.dtype.element_ty)
-            tl.store(grad_q_ptr + q_offsets, x, mask=m_k[:, None] & (single & own)[None, :])
+            tl.store(grad_q_ptr + q_offsets, x, mask=m_single & own[None, :])
+        else:
+            packed = m_t
         if tl.max(packed.to(tl.int32), 0) > 0:
             m_packed = m_k[:, None] & packed[None, :]
             tl.store(dq_ptr + tile, d_q, mask=m_packed)
@@ -262,5 +291,20 @@ def _gradient_kernel(
         low = _rounded((balance - high.to(tl.float32)) * 256.0, dtype, PACK)
         d_g = tl.dot(low, from_row, input_precision=PRECISION) * (1.0 / 256.0)
         d_g = tl.dot(high, from_row, d_g, input_precision=PRECISION) + d_end[:, None]
-        tl.store(dg_ptr + tile, d_g, mask=m_kt)
         d_end += tl.sum(balance, 1)
+        if tl.max(several.to(tl.int32), 0) > 0:
+            tl.store(dg_ptr + tile, d_g, mask=m_k[:, None] & several[None, :])
+        if ACTIVATED:
+            x = row_pointers(gate_ptr, halo_gate_ptr, row, num_own, HV * K, HAS_HALO) + hv * K
+            x = tl.load(x[None, :] + o_k[:, None], mask=m_k[:, None], other=0.0)
+            x = _pinned(x.to(tl.float32)) + bias[:, None]
+            d_g = tl.where(single[None, :], d_g, 0.0)
+            d_g, part = activation_gradient(d_g, x, rate, lower_bound, GATE_FORM)
+            d_a_log += tl.sum(part, 1)
+            d_dt_bias += tl.sum(d_g, 1)
+        to = row_pointers(grad_gate_ptr, grad_halo_gate_ptr, row, num_own, HV * K, HAS_HALO)
+        to = (to + hv * K)[None, :] + o_k[:, None]
+        tl.store(to, d_g.to(grad_gate_ptr.dtype.element_ty), mask=m_single)
+    if ACTIVATED:
+        tl.store(part_a_log, tl.sum(tl.where(m_k, d_a_log, 0.0), 0))
+        tl.store(part_dt_bias, d_dt_bias, mask=m_k)

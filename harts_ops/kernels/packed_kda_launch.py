@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from harts_ops._packed_kda_rows import PackedKdaInputs
 from harts_ops.kernels import (
     packed_kda_gradient,
     packed_kda_matrices,
@@ -94,8 +95,7 @@ def prepare(
     _prepares._prepare_kernel[(call.num_chunks * call.heads,)](
         *inputs[:5],
         *(inputs[5:9] if call.has_halo else inputs[1:5]),
-        inputs.gate if inputs.A_log is None else inputs.A_log,
-        inputs.gate if inputs.dt_bias is None else inputs.dt_bias,
+        *_activation(inputs),
         inputs.packed_row,
         inputs.cu_seqlens,
         inputs.chunk_indices,
@@ -119,8 +119,7 @@ def prepare(
         LOG_BT=inputs.chunk_size.bit_length() - 1,
         **call.chunk_sizes,
         **call.halves,
-        GATE_FORM=inputs.gate_form,
-        HAS_BIAS=inputs.dt_bias is not None and inputs.gate_form != "log_decay",
+        **_gate_form(inputs),
         HAS_HALO=call.has_halo,
         L2NORM=inputs.use_qk_l2norm,
         BETA_SIGMOID=inputs.use_beta_sigmoid,
@@ -312,10 +311,10 @@ def matrix_gradient(
 
 def gradient(
     call: Call, prepared: Prepared, parts: tuple[Tensor, ...], grads: dict[str, Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q and k, and of the log decay packed ``[T, HV, K]`` in fp32.
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Gradients of q, k and the gate, and of A_log and dt_bias a part for each chunk.
 
-    So are q's and k's where they are sums over several packed entries or value heads.
+    What is a sum over several packed entries or value heads is left packed, ``[T, HV, K]`` in fp32.
     """
     inputs, options = call.inputs, call.options["gradient"]
     d_q = call.packed(call.key_width, torch.float32)
@@ -325,11 +324,15 @@ def gradient(
     # them are far from fp32's range, others may be of any size.
     safe = call.halves["SAFE"] and inputs.use_qk_l2norm
     columns = triton.cdiv(call.key_width, width)
+    d_a_log, d_dt_bias = _activation_parts(call, call.num_chunks, columns)
     if call.num_chunks:
         _gradients._gradient_kernel[(call.num_chunks * call.heads * columns,)](
             inputs.q,
             inputs.k,
+            inputs.gate,
             inputs.halo_k if call.has_halo else inputs.k,
+            inputs.halo_gate if call.has_halo else inputs.gate,
+            *_activation(inputs),
             inputs.packed_row,
             inputs.packed_ptr,
             inputs.cu_seqlens,
@@ -340,49 +343,66 @@ def gradient(
             d_q,
             d_k,
             d_g,
-            grads["q"],
-            grads["k"],
-            grads["halo_k" if call.has_halo else "k"],
+            *(grads[name] for name in ("q", "k", "gate")),
+            *(grads[f"halo_{name}" if call.has_halo else name] for name in ("k", "gate")),
+            d_a_log,
+            d_dt_bias,
             inputs.q.shape[0],
             call.num_packed,
+            inputs.lower_bound,
             HK=call.key_heads,
             **call.chunk_sizes,
             R=rows,
             BK=width,
             NUM_HALVES=0 if safe else rows.bit_length() - 1,
+            **_gate_form(inputs),
             SAFE=safe,
             HAS_HALO=call.has_halo,
             L2NORM=inputs.use_qk_l2norm,
             PACK=call.fence,
             **options,
         )
-    return d_q, d_k, d_g
+    return (d_q, d_k, d_g), (d_a_log, d_dt_bias)
 
 
-def row_gradient(call: Call, grads: dict[str, Tensor], packed: tuple[Tensor, ...]) -> None:
-    """Take the log decay's gradient through its activation; sum what is still packed into rows."""
+def _activation(inputs: PackedKdaInputs) -> tuple[Tensor, Tensor]:
+    return tuple(inputs.gate if x is None else x for x in (inputs.A_log, inputs.dt_bias))
+
+
+def _gate_form(inputs: PackedKdaInputs) -> dict[str, Any]:
+    has_bias = inputs.dt_bias is not None and inputs.gate_form != "log_decay"
+    return {"GATE_FORM": inputs.gate_form, "HAS_BIAS": has_bias}
+
+
+def _activation_parts(call: Call, count: int, columns: int) -> tuple[Tensor, Tensor]:
+    """So many parts of the gradients of A_log (`columns` to a head) and of dt_bias."""
+    count = 0 if call.inputs.gate_form == "log_decay" else count
+    d_a_log = call.inputs.q.new_empty((count, call.heads, columns), dtype=torch.float32)
+    return d_a_log, d_a_log.new_empty(count, call.heads, call.key_width)
+
+
+def row_gradient(
+    call: Call, grads: dict[str, Tensor], packed: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor]:
+    """Sum what is still packed into rows; parts of the gradients of A_log and dt_bias."""
     inputs = call.inputs
     own = ("k", "v", "gate", "beta")
     halo = tuple(f"halo_{name}" for name in own) if call.has_halo else own
     num_own = inputs.q.shape[0]
     num_rows = inputs.packed_ptr.shape[0] - 1 if call.has_halo else num_own
-    activated = inputs.gate_form != "log_decay"
     options = call.options["row_gradient"]
-    num_blocks = max(1, triton.cdiv(num_rows, options["BR"]))  # each one writes its parts
-    parts = (num_blocks if activated else 0, call.heads, call.key_width)
-    part_dt_bias = inputs.q.new_empty(parts, dtype=torch.float32)
-    part_a_log = part_dt_bias.new_empty(parts[:2])
+    num_blocks = max(1, triton.cdiv(num_rows, options["BR"]))
+    d_a_log, d_dt_bias = _activation_parts(call, num_blocks, 1)
     _rows._row_gradient_kernel[(num_blocks * call.key_heads,)](
         *packed,
         inputs.gate,
         inputs.beta,
         *(getattr(inputs, name) for name in halo[2:]),
-        inputs.gate if inputs.A_log is None else inputs.A_log,
-        inputs.gate if inputs.dt_bias is None else inputs.dt_bias,
+        *_activation(inputs),
         *(grads[name] for name in ("q", *own)),
         *(grads[name] for name in halo),
-        part_a_log,
-        part_dt_bias,
+        d_a_log,
+        d_dt_bias,
         inputs.packed_order,
         inputs.packed_ptr,
         num_own,
@@ -392,16 +412,25 @@ def row_gradient(call: Call, grads: dict[str, Tensor], packed: tuple[Tensor, ...
         **call.sizes,
         PK=padded(call.key_width),
         PV=padded(call.value_width),
-        GATE_FORM=inputs.gate_form,
-        HAS_BIAS=activated and inputs.dt_bias is not None,
+        **_gate_form(inputs),
         HAS_HALO=call.has_halo,
         BETA_SIGMOID=inputs.use_beta_sigmoid,
         **options,
     )
-    if activated and inputs.A_log is not None:
-        grads["A_log"].copy_(part_a_log.sum(0))
-        if inputs.dt_bias is not None:
-            grads["dt_bias"].copy_(part_dt_bias.sum(0))
+    return d_a_log, d_dt_bias
+
+
+def activation_gradient(
+    call: Call, grads: dict[str, Tensor], *parts: tuple[Tensor, Tensor]
+) -> None:
+    """Gradients of A_log and dt_bias from all parts."""
+    inputs = call.inputs
+    if inputs.gate_form == "log_decay" or inputs.A_log is None:
+        return
+    d_a_log, d_dt_bias = zip(*parts, strict=True)
+    grads["A_log"].copy_(sum(x.sum((0, 2)) for x in d_a_log))
+    if inputs.dt_bias is not None:
+        grads["dt_bias"].copy_(sum(x.sum(0) for x in d_dt_bias))
 
 
 def source_gradient(call: Call, grads: dict[str, Tensor], grad_sources: Tensor) -> None:

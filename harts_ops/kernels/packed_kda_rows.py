@@ -55,6 +55,19 @@ def log_decay(x, rate, lower_bound, GATE_FORM: tl.constexpr):
     return x
 
 
+@triton.jit
+def activation_gradient(d_g, x, rate, lower_bound, GATE_FORM: tl.constexpr):
+    """Gradients of a gate whose bias has been added, and by their sum of A_log; see `log_decay`."""
+    if GATE_FORM == "lower_bound":
+        active = tl.sigmoid(rate * x)
+        d_g *= lower_bound * rate * active * (1.0 - active)
+        part = d_g * x
+    else:
+        part = d_g * log_decay(x, rate, lower_bound, GATE_FORM)
+        d_g *= -rate * tl.sigmoid(x)
+    return d_g, part
+
+
 @triton.jit(do_not_specialize=["num_own", "num_packed"])
 def _destination_kernel(
     packed_row_ptr,
@@ -131,8 +144,8 @@ def _row_gradient_kernel(
 ):
     """Gradients of BR rows of one key head that the chunks' kernels have not finished.
 
-    These are all gates, everything of rows with several packed entries (or none), and q and k
-    that value heads share: sums over entries and heads in fp32, then through activations.
+    These are those of rows with several packed entries (or none), and of q and k that value heads
+    share: sums over entries and heads in fp32, then through activations.
     """
     block, hk = tl.program_id(0) // HK, tl.program_id(0) % HK
     row = block.to(tl.int64) * BR + tl.arange(0, BR)
@@ -143,46 +156,37 @@ def _row_gradient_kernel(
     several = inside & (count != 1)
     any_several = tl.max(several.to(tl.int32), 0)
     o_k, o_v = tl.arange(0, PK), tl.arange(0, PV)
-    m_k = inside[:, None] & (o_k < K)[None, :]
     for hv in range(hk * (HV // HK), (hk + 1) * (HV // HK)):
-        sum_g = tl.zeros([BR, PK], dtype=tl.float32)
-        for j in range(0, most):
-            m_j = j < count
-            entry = tl.load(packed_order_ptr + first + j, mask=m_j, other=0).to(tl.int64) * HV + hv
-            m_jk = m_j[:, None] & (o_k < K)[None, :]
-            sum_g += tl.load(dg_ptr + entry[:, None] * K + o_k[None, :], mask=m_jk, other=0.0)
-        if GATE_FORM != "log_decay":
-            at = row_pointers(gate_ptr, halo_gate_ptr, row, num_own, HV * K, HAS_HALO)
-            x = tl.load(at[:, None] + hv * K + o_k[None, :], mask=m_k, other=0.0).to(tl.float32)
-            if HAS_BIAS:
-                bias = tl.load(dt_bias_ptr + hv * K + o_k, mask=o_k < K, other=0.0)
-                x += bias.to(tl.float32)[None, :]
-            rate = tl.exp(tl.load(a_log_ptr + hv).to(tl.float32))
-            if GATE_FORM == "lower_bound":
-                active = tl.sigmoid(rate * x)
-                sum_g *= lower_bound * rate * active * (1.0 - active)
-                part = sum_g * x
-            else:
-                part = sum_g * log_decay(x, rate, lower_bound, GATE_FORM)
-                sum_g *= -rate * tl.sigmoid(x)
-            tl.store(part_a_log_ptr + block * HV + hv, tl.sum(tl.sum(part, 1), 0))
-            if HAS_BIAS:
-                to = part_dt_bias_ptr + (block * HV + hv).to(tl.int64) * K + o_k
-                tl.store(to, tl.sum(sum_g, 0), mask=o_k < K)
-        to = row_pointers(grad_gate_ptr, grad_halo_gate_ptr, row, num_own, HV * K, HAS_HALO)
-        to = to[:, None] + hv * K + o_k[None, :]
-        tl.store(to, sum_g.to(grad_gate_ptr.dtype.element_ty), mask=m_k)
-
+        part_a_log = part_a_log_ptr + block * HV + hv
+        part_dt_bias = part_dt_bias_ptr + (block * HV + hv).to(tl.int64) * K + o_k
         if any_several > 0:
             sum_b = tl.zeros([BR], dtype=tl.float32)
+            sum_g = tl.zeros([BR, PK], dtype=tl.float32)
             sum_v = tl.zeros([BR, PV], dtype=tl.float32)
             for j in range(0, most):
                 m_j = several & (j < count)
                 entry = tl.load(packed_order_ptr + first + j, mask=m_j, other=0).to(tl.int64)
                 entry = entry * HV + hv
                 sum_b += tl.load(db_ptr + entry, mask=m_j, other=0.0)
+                m_jk = m_j[:, None] & (o_k < K)[None, :]
+                sum_g += tl.load(dg_ptr + entry[:, None] * K + o_k[None, :], mask=m_jk, other=0.0)
                 m_jv = m_j[:, None] & (o_v < V)[None, :]
                 sum_v += tl.load(dv_ptr + entry[:, None] * V + o_v[None, :], mask=m_jv, other=0.0)
+            m_k = several[:, None] & (o_k < K)[None, :]
+            if GATE_FORM != "log_decay":
+                at = row_pointers(gate_ptr, halo_gate_ptr, row, num_own, HV * K, HAS_HALO)
+                x = tl.load(at[:, None] + hv * K + o_k[None, :], mask=m_k, other=0.0)
+                x = x.to(tl.float32)
+                if HAS_BIAS:
+                    bias = tl.load(dt_bias_ptr + hv * K + o_k, mask=o_k < K, other=0.0)
+                    x += bias.to(tl.float32)[None, :]
+                rate = tl.exp(tl.load(a_log_ptr + hv).to(tl.float32))
+                sum_g, part = activation_gradient(sum_g, x, rate, lower_bound, GATE_FORM)
+                tl.store(part_a_log, tl.sum(tl.sum(part, 1), 0))
+                tl.store(part_dt_bias, tl.sum(sum_g, 0), mask=o_k < K)
+            to = row_pointers(grad_gate_ptr, grad_halo_gate_ptr, row, num_own, HV * K, HAS_HALO)
+            to = to[:, None] + hv * K + o_k[None, :]
+            tl.store(to, sum_g.to(grad_gate_ptr.dtype.element_ty), mask=m_k)
             to_v = row_pointers(grad_v_ptr, grad_halo_v_ptr, row, num_own, HV * V, HAS_HALO)
             to_v = to_v[:, None] + hv * V + o_v[None, :]
             m_v = several[:, None] & (o_v < V)[None, :]
@@ -193,6 +197,9 @@ def _row_gradient_kernel(
                 sum_b *= step * (1.0 - step)
             to_b = row_pointers(grad_beta_ptr, grad_halo_beta_ptr, row, num_own, HV, HAS_HALO)
             tl.store(to_b + hv, sum_b.to(grad_beta_ptr.dtype.element_ty), mask=several)
+        elif GATE_FORM != "log_decay":
+            tl.store(part_a_log, 0.0)
+            tl.store(part_dt_bias, tl.zeros([PK], tl.float32), mask=o_k < K)
 
     if (HV > HK) | (any_several > 0):
         summed = inside if HV > HK else several

@@ -204,7 +204,7 @@ def make_stages(args: list[Any]) -> dict[str, Callable[[dict[str, int]], Any]]:
     state_grads = launch.state_gradient(call, prepared, chunk_states)
     inner = (prepared, (delta, grad_delta), state_grads, grads)
     parts, d_beta, d_v = launch.matrix_gradient(call, *inner)
-    packed = (*launch.gradient(call, prepared, parts, grads), d_beta, d_v)
+    packed = (*launch.gradient(call, prepared, parts, grads)[0], d_beta, d_v)
     runs: dict[str, Callable[[Call], Any]] = {
         "prepare": lambda c: launch.prepare(c, scores, inverse, rows),
         "reprepare": lambda c: launch.prepare(c, scores, inverse, rows, grad_out),
