@@ -16,11 +16,11 @@ def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = make_call(args)
     inputs = call.inputs
     states = (inputs.num_exports, call.heads, call.key_width, call.value_width)
-    exported = inputs.q.new_zeros(states, dtype=torch.float32)
+    exported = inputs.q.new_empty(states, dtype=torch.float32)
     scores, inverse = call.packed(inputs.chunk_size), call.packed(inputs.chunk_size)
     out = torch.empty_like(inputs.v)
     with call.device():
-        rows = launch.destination(call, out)
+        rows = launch.destination(call, out, exported)
         prepared = launch.prepare(call, scores, inverse, rows)
         launch.scan(call, prepared, exported, rows, out)
     return out, exported, scores, inverse
@@ -41,7 +41,7 @@ def backward(
     if grad_exported is not None:
         grad_exported = grad_exported.float().contiguous()
     with call.device():
-        rows = launch.destination(call, None)
+        rows = launch.destination(call, None, exported_states)
         prepared = launch.prepare(call, scores, inverse, rows, grad_out)
         states, delta = launch.rescan(call, prepared, exported_states)
         grad_states, grad_delta, grad_sources = launch.reverse_scan(call, prepared, grad_exported)

@@ -43,22 +43,33 @@ class Prepared:
     grad_out: Tensor  # zero where a row is replayed; backward only
 
 
-def destination(call: Call, out: Tensor | None) -> Tensor:
-    """Own row that each packed entry computes, or -1; rows of `out` without one become zero."""
+def destination(call: Call, out: Tensor | None, exported: Tensor) -> Tensor:
+    """Own row that each packed entry computes, or -1.
+
+    Rows of `out` that no entry computes become zero, and with `out` also the states of `exported`
+    that no chunk exports.
+    """
     inputs = call.inputs
     rows = torch.empty_like(inputs.packed_row)
-    num_own = inputs.row_packed.shape[0]
-    count = call.num_packed if out is None else max(call.num_packed, num_own)
-    _rows._destination_kernel[(max(1, triton.cdiv(count, 128)),)](
+    num_own, clear = inputs.row_packed.shape[0], out is not None
+    count = max(call.num_packed, num_own) if clear else call.num_packed
+    programs = max(1, triton.cdiv(count, 128), inputs.num_exports if clear else 0)
+    _rows._destination_kernel[(programs,)](
         inputs.packed_row,
         inputs.row_packed,
+        inputs.export_slot,
         rows,
         rows if out is None else out,
+        exported,
         num_own,
         call.num_packed,
+        call.num_chunks,
+        call.num_external,
+        inputs.num_exports,
         WIDTH=call.heads * call.value_width,
+        STATE=call.heads * call.key_width * call.value_width,
         BLOCK=128,
-        CLEAR=out is not None,
+        CLEAR=clear,
     )
     return rows
 

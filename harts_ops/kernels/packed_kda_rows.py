@@ -68,23 +68,33 @@ def activation_gradient(d_g, x, rate, lower_bound, GATE_FORM: tl.constexpr):
     return d_g, part
 
 
-@triton.jit(do_not_specialize=["num_own", "num_packed"])
+_COUNTS = ["num_own", "num_packed", "num_chunks", "num_external", "num_exports"]
+
+
+@triton.jit(do_not_specialize=_COUNTS)
 def _destination_kernel(
     packed_row_ptr,
     row_packed_ptr,
+    export_slot_ptr,
     destination_ptr,
     out_ptr,
+    export_ptr,
     num_own,
     num_packed,
+    num_chunks,
+    num_external,
+    num_exports,
     WIDTH: tl.constexpr,
+    STATE: tl.constexpr,
     BLOCK: tl.constexpr,
     CLEAR: tl.constexpr,
 ):
     """One block of packed entries: the own row each one computes, or -1.
 
-    With CLEAR also one block of rows: those that no entry computes become zero.
+    With CLEAR also one block of rows and one exported state: what nothing computes becomes zero.
     """
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    pid = tl.program_id(0)
+    index = pid * BLOCK + tl.arange(0, BLOCK)
     inside = index < num_packed
     row = tl.load(packed_row_ptr + index, mask=inside, other=0)
     owner = tl.load(row_packed_ptr + row, mask=inside & (row < num_own), other=-1)
@@ -99,6 +109,18 @@ def _destination_kernel(
             for first in range(0, WIDTH, 128):
                 mask = idle[:, None] & (first + columns < WIDTH)[None, :]
                 tl.store(rows[:, None] + (first + columns)[None, :], zero, mask=mask)
+        if pid < num_exports:
+            slot = 1 + num_external + pid
+            at = tl.arange(0, 1024)
+            writers = tl.zeros([1024], dtype=tl.int32)
+            for first in range(0, num_chunks, 1024):
+                x = tl.load(export_slot_ptr + first + at, mask=first + at < num_chunks, other=-1)
+                writers += (x == slot).to(tl.int32)
+            if tl.sum(writers, 0) == 0:
+                state = export_ptr + pid.to(tl.int64) * STATE
+                for first in range(0, STATE, 1024):
+                    zero = tl.zeros([1024], dtype=tl.float32)
+                    tl.store(state + first + at, zero, mask=first + at < STATE)
 
 
 @triton.jit(do_not_specialize=["num_own", "num_rows"])

@@ -193,7 +193,7 @@ def make_stages(args: list[Any]) -> dict[str, Callable[[dict[str, int]], Any]]:
     exported = inputs.q.new_zeros(shape, dtype=torch.float32)
     scores, inverse = call.packed(inputs.chunk_size), call.packed(inputs.chunk_size)
     out = torch.empty_like(inputs.v)
-    rows = launch.destination(call, out)
+    rows = launch.destination(call, out, exported)
     launch.prepare(call, scores, inverse, rows)
     grad_out = torch.randn_like(out)
     prepared = launch.prepare(call, scores, inverse, rows, grad_out)
