@@ -18,6 +18,7 @@ from harts_ops._packed_kda_rows import PackedKdaInputs
 
 CONFIG_FILE = Path(__file__).with_name("packed_kda.json")
 
+_FEW_CHUNKS = 8  # average of a plan's sequences
 _SAFE_DECAY = -5.0  # 16 steps of it stay within fp32's range
 
 Options = dict[str, dict[str, int]]  # launch options of each kernel
@@ -85,10 +86,17 @@ class Call:
         shape = (count, self.heads, self.value_width, self.key_width)
         return self.inputs.q.new_empty(shape, dtype=dtype)
 
-    def scan_programs(self, kernel: str, sequences: int) -> int:
-        """Programs of a scan over so many sequences (at least one)."""
-        columns = triton.cdiv(self.value_width, self.options[kernel]["BV"])
-        return max(1, sequences * self.heads * columns)
+    def scan_launch(self, kernel: str, sequences: int) -> tuple[int, dict[str, Any]]:
+        """Programs of a scan over so many sequences (at least one), and its options.
+
+        With few chunks to a sequence a program's start and end matter as much as its steps: such
+        scans have options of their own, which compute every element by the same instructions.
+        """
+        short = self.num_chunks < _FEW_CHUNKS * self.inputs.source.shape[0]
+        kernel = f"{kernel}_short" if short and f"{kernel}_short" in self.options else kernel
+        chosen = self.options[kernel]
+        columns = triton.cdiv(self.value_width, chosen["BV"])
+        return max(1, sequences * self.heads * columns), self.scan_sizes | chosen
 
     def device(self) -> AbstractContextManager:
         x = self.inputs.q
@@ -119,19 +127,22 @@ def make_call(args: tuple[Any, ...], options: Options | None = None) -> Call:
     least = narrowest(inputs.q.dtype)
     limits = {"BK": padded(key_width, least), "BV": padded(value_width, least)}
     scan_limits = limits | ({"BV": 32} if inputs.chunk_size < least else {})
+
+    def limited(kernel: str, chosen: dict[str, int]) -> dict[str, int]:
+        """Tiles no wider than rows; half the warps to half a scan's columns."""
+        if "scan" not in kernel:
+            return {name: min(x, limits.get(name, x)) for name, x in chosen.items()}
+        columns = min(chosen["BV"], scan_limits["BV"])
+        warps = max(4, chosen["num_warps"] * columns // chosen["BV"])
+        return chosen | {"BV": columns, "num_warps": min(warps, chosen["num_warps"])}
+
     return Call(
         inputs=inputs,
         key_heads=key_heads,
         heads=heads,
         key_width=key_width,
         value_width=value_width,
-        options={
-            kernel: {
-                name: min(x, (scan_limits if "scan" in kernel else limits).get(name, x))
-                for name, x in chosen.items()
-            }
-            for kernel, chosen in options.items()
-        },
+        options={kernel: limited(kernel, chosen) for kernel, chosen in options.items()},
     )
 
 

@@ -145,10 +145,10 @@ def scan(call: Call, prepared: Prepared, exported: Tensor, rows: Tensor, out: Te
     """Outputs and exported states, round after round."""
     unused = prepared.values
     arguments = _scan_arguments(call, prepared, exported, rows, out, unused, unused)
-    kernel = _scans._scan_kernel[(call.scan_programs("scan", call.inputs.max_sequences),)]
-    options = {**call.scan_sizes, "FORWARD": True, **call.options["scan"]}
+    programs, options = call.scan_launch("scan", call.inputs.max_sequences)
+    kernel = _scans._scan_kernel[(programs,)]
     for index in range(call.inputs.num_rounds):
-        kernel(*arguments, index, call.num_external, **options)
+        kernel(*arguments, index, call.num_external, FORWARD=True, **options)
 
 
 def rescan(call: Call, prepared: Prepared, exported: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,10 +156,9 @@ def rescan(call: Call, prepared: Prepared, exported: Tensor) -> tuple[Tensor, Te
     unused = call.inputs.packed_row
     states, delta = call.states(call.num_chunks), torch.empty_like(prepared.values)
     arguments = _scan_arguments(call, prepared, exported, unused, prepared.values, states, delta)
-    programs = call.scan_programs("rescan", call.inputs.source.shape[0])
-    options = {**call.scan_sizes, "FORWARD": False, **call.options["rescan"]}
+    programs, options = call.scan_launch("rescan", call.inputs.source.shape[0])
     if call.num_chunks:
-        _scans._scan_kernel[(programs,)](*arguments, 0, call.num_external, **options)
+        _scans._scan_kernel[(programs,)](*arguments, 0, call.num_external, FORWARD=False, **options)
     return states, delta
 
 
@@ -221,10 +220,9 @@ def reverse_scan(
         inputs.reader_ptr,
         inputs.reader,
     )
-    programs = call.scan_programs("reverse_scan", inputs.max_sequences)
+    programs, options = call.scan_launch("reverse_scan", inputs.max_sequences)
+    options["EXPORTED"] = grad_exported is not None
     kernel = _scans._reverse_scan_kernel[(programs,)]
-    exported = grad_exported is not None
-    options = {**call.scan_sizes, "EXPORTED": exported, **call.options["reverse_scan"]}
     for index in reversed(range(inputs.num_rounds)):
         kernel(*arguments, index, call.num_external, **options)
     return grad_states, grad_delta, grad_sources
@@ -377,7 +375,9 @@ def gradient(
 
 
 def _activation(inputs: PackedKdaInputs) -> tuple[Tensor, Tensor]:
-    return tuple(inputs.gate if x is None else x for x in (inputs.A_log, inputs.dt_bias))
+    """A_log and dt_bias, or any tensor in place of one that is not there."""
+    gate, a_log, dt_bias = inputs.gate, inputs.A_log, inputs.dt_bias
+    return gate if a_log is None else a_log, gate if dt_bias is None else dt_bias
 
 
 def _gate_form(inputs: PackedKdaInputs) -> dict[str, Any]:

@@ -202,6 +202,7 @@ def _matrix_gradient_kernel(
     diagonal = o_t[:, None] == o_c[None, :]
     to_norm = d_norm_ptr + head + o_t * HV
     d_mix *= beta[None, :]
+    of_k = tl.zeros([BT], dtype=tl.float32)
     if L2NORM:
         pairs = tl.load(scores_ptr + head * BT + matrix, mask=m_t[:, None], other=0.0)
         pairs = pairs.to(tl.float32) * d_scores

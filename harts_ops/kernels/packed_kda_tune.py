@@ -1,6 +1,7 @@
 """Measure launch options of packed KDA's kernels on this GPU and write them for later runs."""
 
 import argparse
+import functools
 import itertools
 import json
 import multiprocessing
@@ -34,8 +35,10 @@ SEARCH: dict[str, dict[str, tuple[int, ...]]] = {
     "prepare": _CHUNK,
     "reprepare": _CHUNK,
     "scan": _SCAN,
+    "scan_short": _SCAN,
     "rescan": _SCAN,
     "reverse_scan": _SCAN,
+    "reverse_scan_short": _SCAN,
     "state_gradient": _CHUNK | {"num_stages": (1,), "STAGES": (1, 2)},
     "matrix_gradient": _CHUNK,
     "gradient": {"num_warps": (1, 2)},  # four would multiply as a group, from narrow tiles
@@ -115,13 +118,15 @@ def measure(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         runnable = [x for part in pool.map(_compile, share, [small] * workers) for x in part]
-    stages = make_stages(problem(*shape))
-    measured = []
-    for kernel, chosen in candidates:
-        works = (kernel, chosen) in runnable
-        time = milliseconds(lambda k=kernel, c=chosen: stages[k](c)) if works else float("inf")
-        measured.append(((kernel, chosen), time))
-    return measured
+    times = {}
+    for short, sequences in ((False, 16), (True, shape[0] // 128)):
+        stages = make_stages(problem(*shape, sequences=sequences))
+        for i, (kernel, chosen) in enumerate(candidates):
+            if kernel.endswith("_short") == short:
+                works = (kernel, chosen) in runnable
+                run = functools.partial(stages[kernel], chosen)
+                times[i] = milliseconds(run) if works else float("inf")
+    return [(candidate, times[i]) for i, candidate in enumerate(candidates)]
 
 
 def milliseconds(run: Callable[[], Any], repeats: int = 5) -> float:
@@ -218,9 +223,13 @@ def make_stages(args: list[Any]) -> dict[str, Callable[[dict[str, int]], Any]]:
     }
 
     def stage(kernel: str) -> Callable[[dict[str, int]], Any]:
-        return lambda chosen: runs[kernel](replace(call, options=call.options | {kernel: chosen}))
+        kernel = kernel.removesuffix("_short")
+        names = (kernel, f"{kernel}_short")  # of these, the call chooses by its sequences
+        return lambda chosen: runs[kernel](
+            replace(call, options=call.options | dict.fromkeys(names, chosen))
+        )
 
-    return {kernel: stage(kernel) for kernel in runs}
+    return {kernel: stage(kernel) for kernel in SEARCH}
 
 
 def _compile(candidates: list[Candidate], shape: tuple[int, int, int, str]) -> list[Candidate]:

@@ -323,6 +323,32 @@ def test_replay_is_bitwise_at_every_fork_offset(gate_form):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("widths", [(128, 128), (128, 64)])
+def test_scans_of_short_sequences_compute_the_same_bits(monkeypatch, widths):
+    inputs, plan = tree_case(64, heads=(2, 2), widths=widths, gate_form="lower_bound")
+    inputs, plan = moved(inputs, torch.bfloat16), moved(plan)
+    options = ACTIVATED | {"gate_form": "lower_bound", "chunk_size": 64}
+    results = []
+    for few_chunks in (0, 10**6):
+        monkeypatch.setattr(packed_kda_call, "_FEW_CHUNKS", few_chunks)
+        results.append(run(packed_kda, inputs, plan, **options))
+    assert all(map(torch.equal, *results))
+
+
+@needs_kernels
+@pytest.mark.usefixtures("with_kernels")
+def test_states_that_no_chunk_exports_are_zero():
+    plan = build_plan([Sequence(0, list(range(40)))], 40, chunk_size=32)
+    inputs = make_inputs(40, heads=(1, 2), widths=(16, 16), gate_form="lower_bound")
+    inputs = {n: x.detach() for n, x in moved(inputs, torch.float).items()}
+    for _ in range(3):
+        torch.full((2, 2, 16, 16), torch.nan, device=DEVICE)  # memory that may be used again
+        _, exported = packed_kda(**inputs, **moved(plan), **ACTIVATED, gate_form="lower_bound")
+        assert exported.shape[0] >= 1
+        assert not exported.any()
+
+
+@pytest.mark.gpu
 def test_reruns_are_bitwise_forward_and_backward():
     inputs, plan = tree_case(64, heads=(4, 8), widths=(128, 128), gate_form="lower_bound")
     inputs, plan = moved(inputs, torch.bfloat16), moved(plan)
