@@ -1,7 +1,8 @@
 """FlashAttention-4 (`flash_attn.cute`) as a backend of tree attention on Hopper GPUs.
 
-Only its two entry points are used, inside our op: the interval mask is a `mask_mod`, the plan's
-block lists are its block-sparse tensors. Its backward adds query gradients in no fixed order.
+Its two entry points are used, inside our op: the interval mask is a `mask_mod`, the plan's block
+lists are its block-sparse tensors. Both are compiled with another order of their programs
+(`tree_attention_fa4_order`). Backward adds query gradients in no fixed order.
 """
 
 import functools
@@ -17,11 +18,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harts_ops.kernels import tree_attention_fa4_order as starting
+
 _TESTED = "4.0.0b36"
 _COMMON = {"softmax_scale", "mask_mod", "aux_scalars", "block_sparse_tensors"}
 _FORWARD = {"q", "k", "v", "return_lse", "pack_gqa"} | _COMMON
 _BACKWARD = {"q", "k", "v", "out", "dout", "lse", "deterministic"} | _COMMON
+_KERNEL = {"tile_sched_params", "TileScheduler", "aux_data"}
 _LISTS = {"mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", "block_size"}
+_USED = {  # parts of `flash_attn.cute`, and the arguments that are relied on
+    "interface._flash_attn_fwd": _FORWARD,
+    "interface._flash_attn_bwd": _BACKWARD,
+    "block_sparsity.BlockSparseTensorsTorch": _LISTS,
+    "interface._tile_size_fwd_sm90": {"sparse_block_size_q"},
+    "interface._tile_size_bwd_sm90": {"sparse_block_size_q"},
+    "interface.FlashAttentionForwardSm90.kernel": _KERNEL,
+    "interface.FlashAttentionBackwardSm90.kernel": _KERNEL,
+    "interface.AuxData": {"scalars"},
+    "tile_scheduler.SingleTileScheduler": {"params", "blk_coord"},
+    "tile_scheduler.SingleTileScheduler.create": {"params", "ctx"},
+    "tile_scheduler.SingleTileScheduler.Params": {"num_block", "num_splits"},
+}
 _log = logging.getLogger("harts_ops.tree_attention")
 
 
@@ -36,6 +53,8 @@ class _Package:
     backward_tile: Any
     visible: Any
     addresses: Any
+    forward_classes: tuple[tuple[Any, Any], ...]  # modules, and our classes in their place
+    backward_classes: tuple[tuple[Any, Any], ...]
 
 
 def chosen(q: Tensor, k: Tensor, v: Tensor, *plan) -> bool:
@@ -59,17 +78,22 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *plan) -> tuple[Tensor, Tensor]:
     package = _package()
     subtree_end, q_row = subtree_end.contiguous(), q_row.contiguous()
     sizes = (-(-q.shape[0] // block_q), -(-k.shape[0] // block_kv))
-    out, lse, *_ = package.forward(
-        q[None],
-        k[None],
-        v[None],
-        softmax_scale=scale,
-        mask_mod=package.visible,
-        aux_scalars=package.addresses(subtree_end, q_row),
-        block_sparse_tensors=_lists(kv_count, kv_index, sizes, (block_q, block_kv)),
-        return_lse=True,
-        pack_gqa=False,
-    )
+    widths = (q.shape[2], v.shape[2])
+    tile = package.forward_tile(*widths, False, False, sparse_block_size_q=block_q).m_block_size
+    blocks = -(-q.shape[0] // tile)
+    order = starting.forward_order(kv_count, blocks, q.shape[1], block_q // tile)
+    with starting.exchanged(*package.forward_classes):
+        out, lse, *_ = package.forward(
+            q[None],
+            k[None],
+            v[None],
+            softmax_scale=scale,
+            mask_mod=package.visible,
+            aux_scalars=package.addresses(subtree_end, q_row, order),
+            block_sparse_tensors=_lists(kv_count, kv_index, sizes, (block_q, block_kv)),
+            return_lse=True,
+            pack_gqa=False,
+        )
     return out[0], lse[0].T
 
 
@@ -81,19 +105,22 @@ def backward(
     package = _package()
     subtree_end, q_row = subtree_end.contiguous(), q_row.contiguous()
     sizes = (-(-k.shape[0] // block_kv), -(-q.shape[0] // block_q))
-    grads = package.backward(
-        q[None],
-        k[None],
-        v[None],
-        out[None],
-        grad_out[None],
-        lse.T.contiguous()[None],
-        softmax_scale=scale,
-        mask_mod=package.visible,
-        aux_scalars=package.addresses(subtree_end, q_row),
-        block_sparse_tensors=_lists(q_count, q_index, sizes, (block_q, block_kv)),
-        deterministic=False,
-    )
+    processors = starting.processors(q.device)
+    order = starting.backward_order(q_count, sizes[0], q.shape[1], processors)
+    with starting.exchanged(*package.backward_classes):
+        grads = package.backward(
+            q[None],
+            k[None],
+            v[None],
+            out[None],
+            grad_out[None],
+            lse.T.contiguous()[None],
+            softmax_scale=scale,
+            mask_mod=package.visible,
+            aux_scalars=package.addresses(subtree_end, q_row, order),
+            block_sparse_tensors=_lists(q_count, q_index, sizes, (block_q, block_kv)),
+            deterministic=False,
+        )
     grad_q, grad_k, grad_v = (grad[0] for grad in grads)
     return grad_q, grad_k, grad_v
 
@@ -156,45 +183,48 @@ def _package() -> _Package:
         version = metadata.version("flash-attn-4")
         modules = {
             name: importlib.import_module(f"flash_attn.cute.{name}")
-            for name in ("interface", "block_sparsity")
+            for name in ("interface", "block_sparsity", "tile_scheduler")
         }
     except ImportError as error:
         raise ImportError(
             f"needs the package flash-attn-4 (pip install 'harts[fa4]'): {error}"
         ) from error
-    used = {
-        "interface._flash_attn_fwd": _FORWARD,
-        "interface._flash_attn_bwd": _BACKWARD,
-        "block_sparsity.BlockSparseTensorsTorch": _LISTS,
-        "interface._tile_size_fwd_sm90": {"sparse_block_size_q"},
-        "interface._tile_size_bwd_sm90": {"sparse_block_size_q"},
-    }
-    found: list[Any] = []
-    for name, arguments in used.items():
-        module, attribute = name.split(".")
-        function = getattr(modules[module], attribute, None)
+    _check_interface(modules, version)
+    interface = modules["interface"]
+    visible, addresses, read = _interval_mask()
+    ahead, back = (
+        starting.ordered_class(shipped, modules["tile_scheduler"].SingleTileScheduler, read)
+        for shipped in (interface.FlashAttentionForwardSm90, interface.FlashAttentionBackwardSm90)
+    )
+    return _Package(
+        forward=interface._flash_attn_fwd,
+        backward=interface._flash_attn_bwd,
+        lists=modules["block_sparsity"].BlockSparseTensorsTorch,
+        forward_tile=interface._tile_size_fwd_sm90,
+        backward_tile=interface._tile_size_bwd_sm90,
+        visible=visible,
+        addresses=addresses,
+        forward_classes=((interface, ahead),),
+        backward_classes=((interface, back),),
+    )
+
+
+def _check_interface(modules: dict[str, Any], version: str) -> None:
+    for name, arguments in _USED.items():
+        module, _, path = name.partition(".")
+        function = functools.reduce(
+            lambda x, part: getattr(x, part, None), path.split("."), modules[module]
+        )
         missing = arguments - set(inspect.signature(function).parameters) if function else {name}
         if missing:
             raise RuntimeError(
                 f"flash-attn-4 {version} has another interface than {_TESTED}, for which this was "
                 f"written: flash_attn.cute.{name} lacks {sorted(missing)}"
             )
-        found.append(function)
-    forward, backward, lists, forward_tile, backward_tile = found
-    visible, addresses = _interval_mask()
-    return _Package(
-        forward=forward,
-        backward=backward,
-        lists=lists,
-        forward_tile=forward_tile,
-        backward_tile=backward_tile,
-        visible=visible,
-        addresses=addresses,
-    )
 
 
-def _interval_mask() -> tuple[Any, Any]:
-    """The visibility of a (query, key) pair as a `mask_mod`, and the scalars that it needs.
+def _interval_mask() -> tuple[Any, Any, Any]:
+    """The visibility of a (query, key) pair as a `mask_mod`, its scalars, and how it reads one.
 
     It is called for each score. An ordinary load ends up behind that score's bounds check, one load
     after the other; as inline assembly without side effects it is shared by the scores of a row or
@@ -224,16 +254,15 @@ def _interval_mask() -> tuple[Any, Any]:
         )
         return cutlass.Int32(value)
 
-    def read(address: Any, index: Any, size: Any) -> Any:
-        # The last tile reaches beyond the last row; fa4 itself hides those scores.
-        index = cutlass.Int32(cutlass.min(index, size - 1))
-        place = cutlass.Int64(address) + cutlass.Int64(index) * 4
+    def read(address: Any, index: Any) -> Any:
+        place = cutlass.Int64(address) + cutlass.Int64(cutlass.Int32(index)) * 4
         return assembly("ld.global.nc.b32 $0, [$1];", "=r,l", place)
 
     @cute.jit
     def visible(batch, head, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars):
-        end = read(aux_scalars[0], kv_idx[0], seqlen_info.seqlen_k)
-        row = read(aux_scalars[1], q_idx[0], seqlen_info.seqlen_q)
+        # The last tile reaches beyond the last row; fa4 itself hides those scores.
+        end = read(aux_scalars[0], cutlass.min(kv_idx[0], seqlen_info.seqlen_k - 1))
+        row = read(aux_scalars[1], cutlass.min(q_idx[0], seqlen_info.seqlen_q - 1))
         inside = assembly(
             "{ .reg .pred p; setp.le.s32 p, $1, $2; setp.lt.and.s32 p, $2, $3, p; "
             "selp.b32 $0, 1, 0, p; }",
@@ -244,13 +273,15 @@ def _interval_mask() -> tuple[Any, Any]:
         )
         return utils.scalar_to_ssa(inside, cutlass.Int32) != 0
 
-    # fa4 would hash the helpers by their address, and its cache on disk would never be read.
-    visible.__cute_hash__ = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    # fa4 would hash the helpers by their address, and its cache on disk would never be read. It
+    # does not hash the order of the programs, which is compiled in just as well.
+    sources = [Path(name).read_bytes() for name in (__file__, starting.__file__)]
+    visible.__cute_hash__ = hashlib.sha256(b"".join(sources)).hexdigest()
 
     def addresses(*tensors: Tensor) -> tuple[Any, ...]:
         return tuple(cutlass.Int64(x.data_ptr()) for x in tensors)
 
-    return visible, addresses
+    return visible, addresses, read
 
 
 def _lists(count: Tensor, index: Tensor, sizes: tuple[int, int], block: tuple[int, int]) -> Any:

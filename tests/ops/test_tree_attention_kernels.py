@@ -1,7 +1,9 @@
 """The CUDA side of tree_attention: on a GPU, else in Triton's interpreter in fp32."""
 
+import collections
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import types
@@ -34,6 +36,7 @@ DTYPES = [torch.float, torch.bfloat16] if ON_GPU else [torch.float]
 if ON_GPU or INTERPRETED:
     from harts_ops.kernels import tree_attention as kernels
     from harts_ops.kernels.tree_attention_blocks import block_lists
+    from harts_ops.kernels.tree_attention_fa4_order import backward_order, forward_order
 OWN = [3, 5, 8, 9, 20, 22, 23, 32]
 
 
@@ -175,12 +178,108 @@ def test_fa4_says_what_it_lacks(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     with pytest.raises(ImportError, match=r"pip install 'harts\[fa4\]'"):
         uncached()
-    names = ("interface", "block_sparsity", "flash_bwd_sm90")
+    names = ("interface", "block_sparsity", "tile_scheduler")
     found: dict = {name: types.ModuleType(name) for name in names}
     found["interface"]._flash_attn_fwd = lambda q, k, v, softmax_scale, mask_mod: None
     monkeypatch.setattr(fa4.importlib, "import_module", lambda name: found[name.rpartition(".")[2]])
     with pytest.raises(RuntimeError, match=r"9\.9 has another.*_fwd lacks .*block_sparse_tensors"):
         uncached()
+
+
+def test_fa4_names_each_part_that_it_relies_on(monkeypatch):
+    fa4 = pytest.importorskip("harts_ops.kernels.tree_attention_fa4")
+    monkeypatch.setattr(fa4, "inspect", types.SimpleNamespace(signature=lambda part: part))
+    parts: dict = collections.defaultdict(types.SimpleNamespace)
+    for name, arguments in fa4._USED.items():
+        parts[name].parameters = arguments
+        for place in range(name.count(".")):
+            child = name.rsplit(".", place)[0]
+            parent, last = child.rsplit(".", 1)
+            setattr(parts[parent], last, parts[child])
+    fa4._check_interface(parts, "9.9")
+    for name, arguments in fa4._USED.items():
+        parts[name].parameters = set()
+        with pytest.raises(RuntimeError, match=re.escape(f"{name} lacks {sorted(arguments)}")):
+            fa4._check_interface(parts, "9.9")
+        parts[name].parameters = arguments
+    del parts["interface"].FlashAttentionForwardSm90
+    name = "interface.FlashAttentionForwardSm90.kernel"
+    with pytest.raises(RuntimeError, match=rf"9\.9 has another .*{name} lacks \['{name}'\]"):
+        fa4._check_interface(parts, "9.9")
+
+
+def programs_and_work(blocks, heads, lines):
+    """All programs as fa4 starts them, counts of ``lines`` block lists, work of each block."""
+    rng = np.random.default_rng(blocks)
+    count = rng.integers(0, 9, (2, lines + 3)) * rng.choice([1, 40], lines + 3)
+    work = np.repeat(15 + 11 * count[0] + 10 * count[1], -(-blocks // lines))[:blocks]
+    programs = [head * blocks + block for head in range(heads) for block in range(blocks)]
+    return programs, torch.from_numpy(count.astype(np.int32)).to(DEVICE), work
+
+
+@needs_kernels
+@pytest.mark.parametrize("heads", [1, 3, 16])
+@pytest.mark.parametrize("blocks", [1, 7, 64, 300])
+def test_fa4_starts_long_programs_of_late_heads_early(blocks, heads):
+    programs, q_count, work = programs_and_work(blocks, heads, blocks)
+    processors = 4 if blocks < 10 else 132
+    is_long = work * processors * 32 > work.sum() * heads
+    late = range(heads // 2, heads)
+    expected = programs[: heads // 2 * blocks]
+    for phase in (True, False):
+        expected += [h * blocks + block for h in late for block in np.flatnonzero(is_long == phase)]
+    assert backward_order(q_count, blocks, heads, processors).tolist() == expected
+    assert sorted(expected) == programs
+
+
+@needs_kernels
+@pytest.mark.parametrize("heads", [1, 3, 16])
+@pytest.mark.parametrize("blocks, tiles", [(1, 1), (1, 3), (7, 2), (64, 1), (300, 1), (299, 3)])
+def test_fa4_starts_the_longest_programs_of_the_last_head_first(blocks, tiles, heads):
+    programs, kv_count, work = programs_and_work(blocks, heads, -(-blocks // tiles))
+    last = (heads - 1) * blocks
+    expected = programs[:last] + (last + np.argsort(-work, kind="stable")).tolist()
+    assert forward_order(kv_count, blocks, heads, tiles).tolist() == expected
+    assert sorted(expected) == programs
+
+
+def test_fa4_looks_places_up_only_in_our_calls(monkeypatch):
+    order = pytest.importorskip("harts_ops.kernels.tree_attention_fa4_order")
+    warp = types.SimpleNamespace(block_idx=lambda: (1, 2, 0), make_warp_uniform=lambda x: x)
+    monkeypatch.setattr(
+        order.importlib, "import_module", lambda name: types.SimpleNamespace(arch=warp)
+    )
+
+    @dataclasses.dataclass
+    class Params:
+        num_block: int
+        num_splits: object
+
+    class Scheduler:
+        def __init__(self, params, blk_coord, *, loc=None, ip=None):
+            self.place = blk_coord
+
+        @staticmethod
+        def create(params, ctx=None, *, loc=None, ip=None):
+            return Scheduler(params, warp.block_idx())
+
+    class FlashAttentionForwardSm90:
+        def kernel(self, q, tile_sched_params, TileScheduler, aux_data):
+            return TileScheduler.create(tile_sched_params).place
+
+    shipped = FlashAttentionForwardSm90
+    interface = types.SimpleNamespace(FlashAttentionForwardSm90=shipped)
+    ours = order.ordered_class(shipped, Scheduler, lambda table, index: table[index])
+    table = list(range(12))[::-1]
+    aux = types.SimpleNamespace(scalars=(0, 0, table))
+    arguments = ("q", Params(4, 1), Scheduler, aux)
+    with order.exchanged((interface, ours)):
+        compiled = interface.FlashAttentionForwardSm90()
+        assert compiled.kernel(*arguments) == (2, 0, 0)  # the program of place 2 * 4 + 1
+        with pytest.raises(RuntimeError, match="Sm90 starts its programs with list, needed Sched"):
+            compiled.kernel("q", Params(4, 1), list, aux)
+    assert interface.FlashAttentionForwardSm90 is shipped
+    assert ours().kernel(*arguments) == (1, 2, 0)
 
 
 def test_preferred_blocks_are_those_of_fa4_where_it_runs(monkeypatch):
@@ -234,18 +333,25 @@ def test_a_plan_may_lie_apart():
     torch.testing.assert_close(found, with_kernels(*inputs, plan), rtol=0, atol=0)
 
 
-FA4 = {(192, 128): (128, 128, 64, 96), (128, 128): (128, 128, 64, 128)}
+FA4 = {
+    (192, 128): (128, 128, 64, 96),
+    (128, 128): (128, 128, 64, 128),
+    (64, 64): (384, 128, 128, 128),  # two forward programs share a block list
+}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads, own", [(4, None), (7, slice(1500, None)), (2, slice(40, None, 3))])
+@pytest.mark.parametrize(
+    "heads, key_heads, own",
+    [(4, 4, None), (7, 7, slice(1500, None)), (1, 1, slice(40, None, 3)), (16, 2, None)],
+)
 @pytest.mark.parametrize("widths", FA4)
 @pytest.mark.parametrize("backend", ["triton", "fa4"])
-def test_backends_on_large_trees(backend, widths, heads, own):
+def test_backends_on_large_trees(backend, widths, heads, key_heads, own):
     if backend == "fa4":
         pytest.importorskip("flash_attn.cute")
     plan = gpu_tree(blocks=FA4[widths] if backend == "fa4" else (128,) * 4, own=own)
-    q, k, v, grad = make_inputs(plan, heads, heads, *widths, torch.bfloat16)
+    q, k, v, grad = make_inputs(plan, heads, key_heads, *widths, torch.bfloat16)
     truth = with_reference(q, k, v, grad, plan, torch.double)
     reference = with_reference(q, k, v, grad, plan, torch.bfloat16)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
