@@ -1,8 +1,8 @@
 """FlashAttention-4 (`flash_attn.cute`) as a backend of tree attention on Hopper GPUs.
 
 Its two entry points are used, inside our op: the interval mask is a `mask_mod`, the plan's block
-lists are its block-sparse tensors. Both are compiled with another order of their programs
-(`tree_attention_fa4_order`). Backward adds query gradients in no fixed order.
+lists are its block-sparse tensors. Both are compiled with another order of their programs, backward
+with a leaner mask (`tree_attention_fa4_order`). Backward adds query gradients in no fixed order.
 """
 
 import functools
@@ -35,6 +35,7 @@ _USED = {  # parts of `flash_attn.cute`, and the arguments that are relied on
     "interface.FlashAttentionForwardSm90.kernel": _KERNEL,
     "interface.FlashAttentionBackwardSm90.kernel": _KERNEL,
     "interface.AuxData": {"scalars"},
+    "flash_bwd_sm90.AttentionMask.apply_mask": {"mask_seqlen", "mask_mod"},
     "tile_scheduler.SingleTileScheduler": {"params", "blk_coord"},
     "tile_scheduler.SingleTileScheduler.create": {"params", "ctx"},
     "tile_scheduler.SingleTileScheduler.Params": {"num_block", "num_splits"},
@@ -183,19 +184,20 @@ def _package() -> _Package:
         version = metadata.version("flash-attn-4")
         modules = {
             name: importlib.import_module(f"flash_attn.cute.{name}")
-            for name in ("interface", "block_sparsity", "tile_scheduler")
+            for name in ("interface", "block_sparsity", "tile_scheduler", "flash_bwd_sm90")
         }
     except ImportError as error:
         raise ImportError(
             f"needs the package flash-attn-4 (pip install 'harts[fa4]'): {error}"
         ) from error
     _check_interface(modules, version)
-    interface = modules["interface"]
+    interface, backward_module = modules["interface"], modules["flash_bwd_sm90"]
     visible, addresses, read = _interval_mask()
     ahead, back = (
         starting.ordered_class(shipped, modules["tile_scheduler"].SingleTileScheduler, read)
         for shipped in (interface.FlashAttentionForwardSm90, interface.FlashAttentionBackwardSm90)
     )
+    mask = starting.lean_mask(backward_module.AttentionMask)
     return _Package(
         forward=interface._flash_attn_fwd,
         backward=interface._flash_attn_bwd,
@@ -205,7 +207,7 @@ def _package() -> _Package:
         visible=visible,
         addresses=addresses,
         forward_classes=((interface, ahead),),
-        backward_classes=((interface, back),),
+        backward_classes=((interface, back), (backward_module, mask)),
     )
 
 

@@ -178,7 +178,7 @@ def test_fa4_says_what_it_lacks(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     with pytest.raises(ImportError, match=r"pip install 'harts\[fa4\]'"):
         uncached()
-    names = ("interface", "block_sparsity", "tile_scheduler")
+    names = ("interface", "block_sparsity", "tile_scheduler", "flash_bwd_sm90")
     found: dict = {name: types.ModuleType(name) for name in names}
     found["interface"]._flash_attn_fwd = lambda q, k, v, softmax_scale, mask_mod: None
     monkeypatch.setattr(fa4.importlib, "import_module", lambda name: found[name.rpartition(".")[2]])
@@ -280,6 +280,24 @@ def test_fa4_looks_places_up_only_in_our_calls(monkeypatch):
             compiled.kernel("q", Params(4, 1), list, aux)
     assert interface.FlashAttentionForwardSm90 is shipped
     assert ours().kernel(*arguments) == (1, 2, 0)
+
+
+def test_fa4_masks_leanly_only_in_our_calls():
+    order = pytest.importorskip("harts_ops.kernels.tree_attention_fa4_order")
+
+    class AttentionMask:
+        def apply_mask(self, *scores, mask_seqlen, mask_mod=None):
+            seen.append((*scores, mask_seqlen, mask_mod))
+
+    seen: list = []
+    module = types.SimpleNamespace(AttentionMask=AttentionMask)
+    ours = order.lean_mask(AttentionMask)
+    with order.exchanged((module, ours)):
+        module.AttentionMask().apply_mask("full", mask_seqlen=True)
+        module.AttentionMask().apply_mask("part", mask_seqlen=True, mask_mod=len)
+    assert module.AttentionMask is AttentionMask and seen == [("part", False, len)]
+    ours().apply_mask("another thread's", mask_seqlen=True)
+    assert seen[1:] == [("another thread's", True, None)]
 
 
 def test_preferred_blocks_are_those_of_fa4_where_it_runs(monkeypatch):
