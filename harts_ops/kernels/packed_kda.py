@@ -35,11 +35,11 @@ def backward(
     *args: Any,
 ) -> tuple[Tensor, ...]:
     """The CUDA body of ``harts::packed_kda_backward``."""
-    call = make_call(args)
     grad_out = grad_out.contiguous()
     grad_exported = grad_exported_states
     if grad_exported is not None:
         grad_exported = grad_exported.float().contiguous()
+    call = make_call(args, grad_out, grad_exported, exported_states, scores, inverse)
     with call.device():
         rows = launch.destination(call, None, exported_states)
         prepared = launch.prepare(call, scores, inverse, rows, grad_out)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from harts_ops._packed_kda_rows import PackedKdaInputs
@@ -17,6 +16,7 @@ from harts_ops.kernels import (
     packed_kda_rows,
 )
 from harts_ops.kernels import packed_kda_scan as packed_kda_scans
+from harts_ops.kernels.launching import cdiv
 from harts_ops.kernels.packed_kda_call import Call, padded
 
 # Launches of jitted functions are beyond a type checker.
@@ -53,8 +53,8 @@ def destination(call: Call, out: Tensor | None, exported: Tensor) -> Tensor:
     rows = torch.empty_like(inputs.packed_row)
     num_own, clear = inputs.row_packed.shape[0], out is not None
     count = max(call.num_packed, num_own) if clear else call.num_packed
-    programs = max(1, triton.cdiv(count, 128), inputs.num_exports if clear else 0)
-    _rows._destination_kernel[(programs,)](
+    programs = max(1, cdiv(count, 128), inputs.num_exports if clear else 0)
+    call.launcher("destination", _rows._destination_kernel, programs)(
         inputs.packed_row,
         inputs.row_packed,
         inputs.export_slot,
@@ -100,10 +100,11 @@ def prepare(
     )
     if call.num_chunks == 0:
         return prepared
-    options = call.options["prepare" if solve else "reprepare"]
+    name = "prepare" if solve else "reprepare"
+    options = call.options[name]
     if solve and not (call.halves["SAFE"] and inputs.use_qk_l2norm):
         options = options | {"BK": min(options["BK"], 64)}  # more levels of pairs, more registers
-    _prepares._prepare_kernel[(call.num_chunks * call.heads,)](
+    call.launcher(name, _prepares._prepare_kernel, call.num_chunks * call.heads)(
         *inputs[:5],
         *(inputs[5:9] if call.has_halo else inputs[1:5]),
         *_activation(inputs),
@@ -145,10 +146,10 @@ def scan(call: Call, prepared: Prepared, exported: Tensor, rows: Tensor, out: Te
     """Outputs and exported states, round after round."""
     unused = prepared.values
     arguments = _scan_arguments(call, prepared, exported, rows, out, unused, unused)
-    programs, options = call.scan_launch("scan", call.inputs.max_sequences)
-    kernel = _scans._scan_kernel[(programs,)]
-    for index in range(call.inputs.num_rounds):
-        kernel(*arguments, index, call.num_external, FORWARD=True, **options)
+    name, programs, options = call.scan_launch("scan", call.inputs.max_sequences)
+    rounds = [(index, call.num_external) for index in range(call.inputs.num_rounds)]
+    kernel = call.launcher(name, _scans._scan_kernel, programs, rounds)
+    kernel(*arguments, FORWARD=True, **options)
 
 
 def rescan(call: Call, prepared: Prepared, exported: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,9 +157,10 @@ def rescan(call: Call, prepared: Prepared, exported: Tensor) -> tuple[Tensor, Te
     unused = call.inputs.packed_row
     states, delta = call.states(call.num_chunks), torch.empty_like(prepared.values)
     arguments = _scan_arguments(call, prepared, exported, unused, prepared.values, states, delta)
-    programs, options = call.scan_launch("rescan", call.inputs.source.shape[0])
+    name, programs, options = call.scan_launch("rescan", call.inputs.source.shape[0])
     if call.num_chunks:
-        _scans._scan_kernel[(programs,)](*arguments, 0, call.num_external, FORWARD=False, **options)
+        kernel = call.launcher(name, _scans._scan_kernel, programs)
+        kernel(*arguments, 0, call.num_external, FORWARD=False, **options)
     return states, delta
 
 
@@ -220,11 +222,10 @@ def reverse_scan(
         inputs.reader_ptr,
         inputs.reader,
     )
-    programs, options = call.scan_launch("reverse_scan", inputs.max_sequences)
-    options["EXPORTED"] = grad_exported is not None
-    kernel = _scans._reverse_scan_kernel[(programs,)]
-    for index in reversed(range(inputs.num_rounds)):
-        kernel(*arguments, index, call.num_external, **options)
+    name, programs, options = call.scan_launch("reverse_scan", inputs.max_sequences)
+    rounds = [(index, call.num_external) for index in reversed(range(inputs.num_rounds))]
+    kernel = call.launcher(name, _scans._reverse_scan_kernel, programs, rounds)
+    kernel(*arguments, EXPORTED=grad_exported is not None, **options)
     return grad_states, grad_delta, grad_sources
 
 
@@ -249,7 +250,8 @@ def state_gradient(
     d_end = d_norm.new_empty(call.num_chunks, call.heads, call.key_width)
     state_grads = (d_norm, d_end, *(torch.empty_like(prepared.w) for _ in range(3)))
     if call.num_chunks:
-        _matrices._state_gradient_kernel[(call.num_chunks * call.heads,)](
+        programs = call.num_chunks * call.heads
+        call.launcher("state_gradient", _matrices._state_gradient_kernel, programs)(
             inputs.cu_seqlens,
             inputs.chunk_indices,
             prepared.q_decay,
@@ -283,7 +285,8 @@ def matrix_gradient(
     d_norm, d_end, d_q, d_k, d_w = state_grads
     dk_decay = torch.empty_like(d_w)
     if call.num_chunks:
-        _matrices._matrix_gradient_kernel[(call.num_chunks * call.heads,)](
+        programs = call.num_chunks * call.heads
+        call.launcher("matrix_gradient", _matrices._matrix_gradient_kernel, programs)(
             inputs.packed_row,
             inputs.packed_ptr,
             inputs.cu_seqlens,
@@ -332,10 +335,11 @@ def gradient(
     # Decays of up to 2^115 multiply the rows as they are given: those of a model that normalises
     # them are far from fp32's range, others may be of any size.
     safe = call.halves["SAFE"] and inputs.use_qk_l2norm
-    columns = triton.cdiv(call.key_width, width)
+    columns = cdiv(call.key_width, width)
     d_a_log, d_dt_bias = _activation_parts(call, call.num_chunks, columns)
     if call.num_chunks:
-        _gradients._gradient_kernel[(call.num_chunks * call.heads * columns,)](
+        programs = call.num_chunks * call.heads * columns
+        call.launcher("gradient", _gradients._gradient_kernel, programs)(
             inputs.q,
             inputs.k,
             inputs.gate,
@@ -402,9 +406,10 @@ def row_gradient(
     num_own = inputs.q.shape[0]
     num_rows = inputs.packed_ptr.shape[0] - 1 if call.has_halo else num_own
     options = call.options["row_gradient"]
-    num_blocks = max(1, triton.cdiv(num_rows, options["BR"]))
+    num_blocks = max(1, cdiv(num_rows, options["BR"]))
     d_a_log, d_dt_bias = _activation_parts(call, num_blocks, 1)
-    _rows._row_gradient_kernel[(num_blocks * call.key_heads,)](
+    programs = num_blocks * call.key_heads
+    call.launcher("row_gradient", _rows._row_gradient_kernel, programs)(
         *packed,
         inputs.gate,
         inputs.beta,
@@ -438,10 +443,12 @@ def activation_gradient(
     inputs = call.inputs
     if inputs.gate_form == "log_decay" or inputs.A_log is None:
         return
-    d_a_log, d_dt_bias = zip(*parts, strict=True)
-    grads["A_log"].copy_(sum(x.sum((0, 2)) for x in d_a_log))
+    (chunks_a_log, chunks_dt_bias), (rows_a_log, rows_dt_bias) = parts
+    a_log = chunks_a_log.sum((0, 2)).add_(rows_a_log.sum((0, 2)))
+    grads["A_log"] = a_log.to(grads["A_log"].dtype)
     if inputs.dt_bias is not None:
-        grads["dt_bias"].copy_(sum(x.sum(0) for x in d_dt_bias))
+        dt_bias = chunks_dt_bias.sum(0).add_(rows_dt_bias.sum(0))
+        grads["dt_bias"] = dt_bias.to(grads["dt_bias"].dtype)
 
 
 def source_gradient(call: Call, grads: dict[str, Tensor], grad_sources: Tensor) -> None:
@@ -450,8 +457,8 @@ def source_gradient(call: Call, grads: dict[str, Tensor], grad_sources: Tensor) 
     if inputs.external_states is None:
         return
     block = min(32, padded(call.value_width))
-    programs = call.num_external * call.heads * triton.cdiv(call.value_width, block)
-    _rows._source_gradient_kernel[(programs,)](
+    programs = call.num_external * call.heads * cdiv(call.value_width, block)
+    call.launcher("source_gradient", _rows._source_gradient_kernel, programs)(
         grad_sources,
         inputs.reader_ptr,
         inputs.reader,

@@ -226,7 +226,7 @@ def make_stages(args: list[Any]) -> dict[str, Callable[[dict[str, int]], Any]]:
         kernel = kernel.removesuffix("_short")
         names = (kernel, f"{kernel}_short")  # of these, the call chooses by its sequences
         return lambda chosen: runs[kernel](
-            replace(call, options=call.options | dict.fromkeys(names, chosen))
+            replace(call, options=call.options | dict.fromkeys(names, chosen), compiled={})
         )
 
     return {kernel: stage(kernel) for kernel in SEARCH}
