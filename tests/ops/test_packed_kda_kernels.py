@@ -36,30 +36,17 @@ def test_in_the_interpreter():
     assert done.returncode == 0, done.stdout
 
 
-class Interpreted(torch.autograd.Function):
-    """The op with the kernels as its body, on CPU tensors."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        outputs = kernels.forward(*inputs)
-        ctx.set_materialize_grads(False)
-        ctx.inputs, ctx.saved = inputs, outputs[1:]
-        ctx.mark_non_differentiable(*outputs[2:])
-        return outputs
-
-    @staticmethod
-    def backward(ctx, grad_out, grad_exported, *_):
-        grads = kernels.backward(grad_out, grad_exported, *ctx.saved, *ctx.inputs)
-        present = [None if x is None else g for x, g in zip(ctx.inputs, grads, strict=False)]
-        return *present, *[None] * (len(ctx.inputs) - len(present))
-
-
 @pytest.fixture
 def with_kernels(monkeypatch):
     """The public function on the kernels, also without a GPU."""
     if INTERPRETED:
-        module = importlib.import_module("harts_ops.packed_kda")
-        monkeypatch.setattr(module, "packed_kda_op", Interpreted.apply)
+        replace_ops(monkeypatch, kernels.forward, kernels.backward)
+
+
+def replace_ops(patch, forward, backward):
+    module = importlib.import_module("harts_ops.packed_kda")
+    patch.setattr(module, "packed_kda_op", forward)
+    patch.setattr(module, "packed_kda_backward_op", backward)
 
 
 def moved(x, dtype=None):
@@ -90,8 +77,7 @@ def assert_as_exact(inputs, plan, dtype, **options):
     kernel = run(packed_kda, moved(low, dtype), moved(plan), **options)
     with pytest.MonkeyPatch.context() as patch:
         if INTERPRETED:
-            module = importlib.import_module("harts_ops.packed_kda")
-            patch.setattr(module, "packed_kda_op", torch.ops.harts.packed_kda)
+            replace_ops(patch, torch.ops.harts.packed_kda, torch.ops.harts.packed_kda_backward)
         exact = run(packed_kda, inputs, plan, **options)
         eager = run(packed_kda, low, plan, **options)
     results = dict(
