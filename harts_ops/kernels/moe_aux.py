@@ -6,16 +6,19 @@ its derivative (``slope``) and the pass over the logits needs nothing else.
 
 # Shape letters: C compact rows, E experts, k experts of a row, G spans, N trajectories.
 
+from collections import defaultdict
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from harts_ops.kernels import _moe_aux_triton as kernels
+from harts_ops.kernels.launching import Compiled, cdiv, launcher, specialisation
 
 ROWS = 16  # rows that one program of forward's pass over the logits takes
 COPIES = 32  # of the counts while they are made, so that few atomic additions meet
+
+_compiled: defaultdict[tuple[Any, ...], Compiled] = defaultdict(dict)  # by kind of call
 
 
 def forward(
@@ -31,27 +34,28 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`MoeAux`, and the balance loss's derivative by p: ``[G, E]``, or ``[1, E]`` a unit of q."""
     num_rows, num_experts = logits.shape
-    multiplicity = multiplicity.contiguous()
+    tree = tuple(map(_dense, (span_ptr, span_end, trajectory_span, trajectory_length)))
+    logits, expert_index = logits.contiguous(), expert_index.contiguous()
+    multiplicity, balance_counts = multiplicity.contiguous(), _dense(balance_counts)
+    tensors = (logits, expert_index, multiplicity, *tree, balance_counts)
+    sizes = (num_experts, expert_index.shape[1])
+    compiled = _compiled[logits.device, score, *sizes, *map(specialisation, tensors)]
     counts = multiplicity.new_empty(num_experts)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
     slope, row_span = _slope(
-        expert_index.contiguous(),
-        multiplicity,
-        counts,
-        tuple(map(_dense, (span_ptr, span_end, trajectory_span, trajectory_length))),
-        _dense(balance_counts),
-        torch.promote_types(logits.dtype, torch.float32),
+        compiled, expert_index, multiplicity, counts, tree, balance_counts, dtype
     )
     z_sum, balance_sum, prob_sum = (slope.new_empty(shape) for shape in ((), (), num_experts))
-    programs = triton.cdiv(num_rows, ROWS)
+    programs = cdiv(num_rows, ROWS)
     sums = slope.new_empty(2, programs)
     prob_sums = slope.new_empty(programs, num_experts)
-    arguments = (logits.contiguous(), multiplicity, slope, row_span, sums, prob_sums)
+    arguments = (logits, multiplicity, slope, row_span, sums, prob_sums)
     sizes = (num_rows, num_experts, slope.shape[0])
     meta = {"HAS_SPANS": row_span is not None, "ROWS": ROWS, **_block(num_experts, score)}
-    _launch(kernels._forward_kernel, programs, (*arguments, *sizes), **meta)
+    _launch(compiled, "forward", programs, (*arguments, *sizes), **meta)
     arguments = (sums, prob_sums, z_sum, balance_sum, prob_sum, programs, num_experts)
     blocks: dict[str, Any] = {"BLOCK_P": 512, "BLOCK_E": 8, "num_warps": 8}
-    _launch(kernels._finish_kernel, triton.cdiv(num_experts, 8), arguments, **blocks)
+    _launch(compiled, "finish", cdiv(num_experts, 8), arguments, **blocks)
     return z_sum, balance_sum, counts, prob_sum, slope
 
 
@@ -70,14 +74,16 @@ def backward(
     grads = (grad_z_sum, grad_balance_sum, grad_logits)
     inputs = (logits.contiguous(), multiplicity.contiguous(), slope, _dense(span_ptr))
     arguments = (*inputs, *grads)
+    compiled = _compiled[logits.device, score, num_experts, *map(specialisation, arguments)]
     sizes = (num_rows, num_experts, slope.shape[0], _steps(span_ptr))
     meta = {"HAS_SPANS": span_ptr is not None, **_block(num_experts, score)}
-    programs = triton.cdiv(num_rows, meta["BLOCK_C"])
-    _launch(kernels._backward_kernel, programs, (*arguments, *sizes), **meta)
+    programs = cdiv(num_rows, meta["BLOCK_C"])
+    _launch(compiled, "backward", programs, (*arguments, *sizes), **meta)
     return grad_logits
 
 
 def _slope(
+    compiled: Compiled,
     expert_index: Tensor,
     multiplicity: Tensor,
     counts: Tensor,
@@ -99,27 +105,31 @@ def _slope(
     spans = (span_ptr, span_end, trajectory_span, trajectory_length)
     sizes = (num_rows, k, num_experts, num_spans, trajectories, _steps(span_ptr))
     arguments = (expert_index, multiplicity, *spans, scratch, row_span, *sizes)
-    programs = triton.cdiv(max(num_rows * k, min(trajectories, 1 << 16)), 256)
+    programs = cdiv(max(num_rows * k, min(trajectories, 1 << 16)), 256)
     meta = {"HAS_SPANS": has_spans, "COPIES": COPIES, "BLOCK": 256}
-    _launch(kernels._count_kernel, programs, arguments, **meta)
+    _launch(compiled, "count", programs, arguments, **meta)
     slope = counts.new_empty(num_spans if has_spans else 1, num_experts, dtype=dtype)
     if not has_spans:
         arguments = (scratch, balance_counts, counts, slope, num_experts, k)
         meta = {"HAS_COUNTS": balance_counts is not None, "COPIES": COPIES, "BLOCK_E": 32}
-        _launch(kernels._plain_slope_kernel, triton.cdiv(num_experts, 32), arguments, **meta)
+        _launch(compiled, "plain_slope", cdiv(num_experts, 32), arguments, **meta)
     else:
         below = counts.new_empty(num_spans + 1, num_experts, dtype=torch.float64)
         arguments = (scratch, span_end, counts, below, slope, num_spans, num_experts, k)
         meta = {"COPIES": COPIES, "BLOCK_G": 512, "BLOCK_E": 2}
-        _launch(kernels._tree_slope_kernel, triton.cdiv(num_experts, 2), arguments, **meta)
+        _launch(compiled, "tree_slope", cdiv(num_experts, 2), arguments, **meta)
     return slope, row_span
 
 
-def _launch(kernel: Any, programs: int, arguments: tuple[Any, ...], **meta: Any) -> None:
+def _launch(
+    compiled: Compiled, name: str, programs: int, arguments: tuple[Any, ...], **meta: Any
+) -> None:
     """Run a kernel, if it has programs, where its first argument lies."""
     if programs:
         with torch.cuda.device_of(arguments[0]):
-            kernel[(programs,)](*arguments, **meta)
+            launcher(compiled, name, getattr(kernels, f"_{name}_kernel"), programs)(
+                *arguments, **meta
+            )
 
 
 def _dense(x: Tensor | None) -> Tensor | None:
@@ -133,6 +143,6 @@ def _steps(span_ptr: Tensor | None) -> int:
 
 def _block(num_experts: int, score: str) -> dict[str, Any]:
     """One warp for a few whole rows: their sums then stay within it."""
-    block = triton.next_power_of_2(num_experts)
+    block = 1 << (num_experts - 1).bit_length()
     rows = max(1, min(ROWS, 512 // block))
     return {"SIGMOID": score == "sigmoid", "BLOCK_C": rows, "BLOCK_E": block, "num_warps": 1}

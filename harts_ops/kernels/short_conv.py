@@ -7,6 +7,7 @@ to the rows before it; the sums of rows that other chains read are put aside in 
 and a second kernel adds those of all readers in the plan's order.
 """
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from harts_ops.kernels.launching import Compiled, cdiv, launcher, specialisation
 from harts_ops.kernels.short_conv_gradient import (
     short_conv_backward_kernel,
     short_conv_finish_kernel,
@@ -39,6 +41,8 @@ _GRAD_ROWS, _GRAD_BLOCK, _GRAD_VECTOR, _GRAD_REGISTERS = 256, 4, 8, 128
 _LEAST_ROWS, _PROGRAMS = 32, 4096
 _SUM_CHANNELS, _ADD_CHANNELS = 64, 256
 
+_compiled: defaultdict[tuple[Any, ...], Compiled] = defaultdict(dict)  # by kind of call
+
 
 def forward(
     x, weight, halo, bias, conv_cu_seqlens, tap_row, _tap_reader_ptr, _tap_reader, silu
@@ -49,9 +53,11 @@ def forward(
         return y
     inputs = _inputs(x, weight, halo, bias, conv_cu_seqlens, tap_row)
     constants = _constants(x, weight, halo, bias, _VECTOR)
-    blocks = triton.cdiv(x.shape[1], constants["CHANNELS"])
+    blocks = cdiv(x.shape[1], constants["CHANNELS"])
     program_rows = _program_rows(x.shape[0], blocks, _ROWS)
-    run: Any = _short_conv_kernel[(triton.cdiv(x.shape[0], program_rows) * blocks,)]
+    compiled = _compiled[_kind(inputs, (), weight.shape[1], bias is None, halo is None, silu)]
+    programs = cdiv(x.shape[0], program_rows) * blocks
+    run = launcher(compiled, "forward", _short_conv_kernel, programs)
     with torch.cuda.device_of(x):
         run(
             y,
@@ -80,17 +86,19 @@ def backward(
     # What each entry of tap_row receives, then what rows with readers get from their own chain.
     aside = x.new_empty(entries + readers, channels, dtype=dtype)
     constants = _constants(x, weight, halo, bias, _GRAD_VECTOR)
-    blocks = triton.cdiv(channels, constants["CHANNELS"])
+    blocks = cdiv(channels, constants["CHANNELS"])
     program_rows = _program_rows(rows, blocks, _GRAD_ROWS)
-    programs = triton.cdiv(rows, program_rows)
+    programs = cdiv(rows, program_rows)
     partial = x.new_empty(programs, width + (bias is not None), channels, dtype=dtype)
     grad_y = grad_y if grad_y.stride(1) == 1 else grad_y.contiguous()
     inputs = _inputs(x, weight, halo, bias, conv_cu_seqlens, tap_row)
     tap_reader_ptr, tap_reader = tap_reader_ptr.contiguous(), tap_reader.contiguous()
-    sums = triton.cdiv(channels, _SUM_CHANNELS) * partial.shape[1]
-    added = triton.cdiv(channels, _ADD_CHANNELS) * (readers + halo_rows)
-    run: Any = short_conv_backward_kernel[(programs * blocks,)]
-    finish: Any = short_conv_finish_kernel[(sums + added,)]
+    sums = cdiv(channels, _SUM_CHANNELS) * partial.shape[1]
+    added = cdiv(channels, _ADD_CHANNELS) * (readers + halo_rows)
+    others, stride = (grad_y, tap_reader_ptr, tap_reader), grad_y.stride(0)
+    compiled = _compiled[_kind(inputs, others, width, bias is None, halo is None, silu, stride)]
+    run = launcher(compiled, "backward", short_conv_backward_kernel, programs * blocks)
+    finish = launcher(compiled, "finish", short_conv_finish_kernel, sums + added)
     with torch.cuda.device_of(x):
         run(
             grad_x,
@@ -137,7 +145,7 @@ def backward(
 
 def _program_rows(rows: int, blocks: int, most: int) -> int:
     """Few enough that a small microbatch still fills the GPU with programs."""
-    return min(most, max(_LEAST_ROWS, triton.cdiv(rows * blocks, _PROGRAMS)))
+    return min(most, max(_LEAST_ROWS, cdiv(rows * blocks, _PROGRAMS)))
 
 
 def _registers(weight: Tensor, count: int) -> int | None:
@@ -169,6 +177,12 @@ def _inputs(
         x.stride(0),
         halo.stride(0),
     )
+
+
+def _kind(inputs: tuple[Any, ...], others: tuple[Tensor, ...], *facts: Any) -> tuple[Any, ...]:
+    """What makes Triton compile other kernels: of sizes, the channels and strides."""
+    tensors = map(specialisation, (*inputs[:6], *others))
+    return (inputs[0].device, *tensors, *inputs[8:], *facts)
 
 
 def _constants(
