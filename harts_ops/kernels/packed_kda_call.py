@@ -45,6 +45,7 @@ class Call:
     scan_sizes: dict[str, Any]
     halves: dict[str, Any]  # how pairs of a chunk's rows are split: see `packed_kda_prepare`
     fence: bool  # whether matrix instructions read shared memory asynchronously
+    prefetch: bool
     compiled: Compiled
 
     @property
@@ -139,6 +140,7 @@ def _share(inputs: PackedKdaInputs) -> dict[str, Any]:
         "scan_sizes": chunk_sizes | {"PK": padded(key_width, least)},
         "halves": {"SAFE": safe, "NUM_HALVES": levels - 4 if safe else levels},
         "fence": device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9,
+        "prefetch": device.type == "cuda",
         "compiled": {},
     }
 

@@ -4,7 +4,12 @@ import triton
 import triton.language as tl
 
 from harts_ops.kernels.packed_kda_prepare import halves
-from harts_ops.kernels.packed_kda_rows import activation_gradient, chunk_range, row_pointers
+from harts_ops.kernels.packed_kda_rows import (
+    activation_gradient,
+    chunk_range,
+    prefetch,
+    row_pointers,
+)
 
 
 @triton.jit
@@ -112,6 +117,7 @@ def _gradient_kernel(
     SAFE: tl.constexpr,
     PRECISION: tl.constexpr,
     PACK: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     """Gradients of BK columns of q, k and the gate of one chunk of one value head.
 
@@ -167,6 +173,21 @@ def _gradient_kernel(
     norm_k_ptr = norm_q_ptr + tl.cast(num_packed, tl.int64) * HV
     k_scale_ptr = row_scale_ptr + head + tl.cast(num_packed, tl.int64) * HV
 
+    each = tl.minimum(tl.arange(0, BT), length - 1)
+    rows = each * STRIDE + block * BK
+    prefetch(decay_ptr + head * K + rows, BK, PREFETCH)
+    prefetch(dq_state_ptr + rows, BK, PREFETCH)
+    prefetch(dk_state_ptr + rows, BK, PREFETCH)
+    prefetch(dk_decay_ptr + rows, BK, PREFETCH)
+    prefetch(d_scores_ptr + each * (HV * BT), BT, PREFETCH)
+    prefetch(d_products_ptr + each * (HV * BT), BT, PREFETCH)
+    each = tl.load(packed_row_ptr + start + each).to(tl.int64)
+    rows = row_pointers(k_ptr, halo_k_ptr, each, num_own, HK * K, HAS_HALO) + hk * K
+    prefetch(rows + block * BK, BK, PREFETCH)
+    rows = row_pointers(gate_ptr, halo_gate_ptr, each, num_own, HV * K, HAS_HALO) + hv * K
+    prefetch(rows + block * BK, BK, PREFETCH)
+    rows = q_ptr + tl.where(each < num_own, each, 0) * (HK * K) + hk * K
+    prefetch(rows + block * BK, BK, PREFETCH)
     g_end = tl.load(decay + (length - 1) * STRIDE, mask=m_k, other=0.0)
     crossed = tl.zeros([BK, R], dtype=tl.float32)
     # from the last rows to the first; unrolled, sums would be postponed and fill the registers

@@ -137,6 +137,7 @@ def prepare(
         BETA_SIGMOID=inputs.use_beta_sigmoid,
         SOLVE=solve,
         FENCE=call.fence,
+        PREFETCH=call.prefetch and solve,  # backward has less to compute meanwhile: slower there
         **options,
     )
     return prepared
@@ -373,6 +374,7 @@ def gradient(
             HAS_HALO=call.has_halo,
             L2NORM=inputs.use_qk_l2norm,
             PACK=call.fence,
+            PREFETCH=call.prefetch,
             **options,
         )
     return (d_q, d_k, d_g), (d_a_log, d_dt_bias)

@@ -20,6 +20,7 @@ from harts_ops.kernels.packed_kda_rows import (
     RCP_LN2,
     chunk_range,
     log_decay,
+    prefetch,
     publish,
     row_pointers,
 )
@@ -266,6 +267,7 @@ def _prepare_kernel(
     SOLVE: tl.constexpr,
     PRECISION: tl.constexpr,
     FENCE: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     """One chunk of one value head, up to what the state scans read.
 
@@ -294,6 +296,10 @@ def _prepare_kernel(
     gate_rows = row_pointers(gate_ptr, halo_gate_ptr, row, num_own, HV * K, HAS_HALO) + hv * K
     beta_rows = row_pointers(beta_ptr, halo_beta_ptr, row, num_own, HV, HAS_HALO) + hv
 
+    prefetch(gate_rows, K, PREFETCH)
+    prefetch(q_rows, K, PREFETCH)
+    prefetch(k_rows, K, PREFETCH)
+    prefetch(v_rows, V, PREFETCH)
     beta = tl.load(beta_rows).to(tl.float32)
     if BETA_SIGMOID:
         beta = reciprocal(1.0 + exp2(beta * -RCP_LN2, FENCE), FENCE)
