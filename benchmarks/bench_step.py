@@ -31,9 +31,10 @@ from harts_titan.parallelize import HartsSelectiveAC, compile_blocks
 from harts_titan.window import interface_bytes
 from planner import plan_microbatch
 
-# "memory" measures trees of several sizes; "plain" ends the use of our model.
+# "small" and "memory" measure trees of other sizes; "plain" ends the use of our model.
 MODES = (
-    "tree", "none", "none_again", "none_reordered", "none_as_tree", "windows", "memory", "plain"
+    "tree", "none", "none_again", "none_reordered", "none_as_tree", "windows", "small", "memory",
+    "plain",
 )  # fmt: skip
 
 
@@ -205,6 +206,13 @@ class Bench:
         if self.arguments.out:
             self.arguments.out.write_text(json.dumps(self.result, indent=1) + "\n")
 
+    def small(self) -> None:
+        """A tree of a sixteenth of the rows: whether the host keeps up with the GPU."""
+        work = Workloads(self.arguments.capacity // 16, self.blocks).make("tree")
+        work = replace(work, name="small").to("cuda")
+        run = run_ours(self.model, work)
+        self.measure(work, run, warmup=3, repeats=self.arguments.repeats, whole=True)
+
     def memory(self) -> None:
         """Bytes of a step as ``constant + slope * rows``, from trees of several sizes."""
         points = []
@@ -290,7 +298,7 @@ def main() -> None:
         return
     bench = Bench(arguments)
     for name in arguments.modes.split(","):
-        if name in ("memory", "plain"):
+        if name in ("small", "memory", "plain"):
             getattr(bench, name)()
         else:
             bench.ours(name)
