@@ -63,7 +63,8 @@ def chosen(q: Tensor, k: Tensor, v: Tensor, *plan) -> bool:
     blocks, backend = tuple(plan[6:10]), plan[11]
     if backend == "triton":
         return False
-    reason = _refusal(q.device, q.dtype, q.shape[2], v.shape[2], blocks)
+    grouped = q.shape[1] != k.shape[1]
+    reason = _refusal(q.device, q.dtype, q.shape[2], v.shape[2], blocks, grouped)
     if not reason and torch.are_deterministic_algorithms_enabled():
         reason = "deterministic algorithms are asked for, and its backward is not deterministic"
     if backend == "fa4" and reason:
@@ -155,15 +156,16 @@ def _refusal(
     width: int,
     value_width: int,
     blocks: tuple[int, int, int, int],
+    grouped: bool = False,
 ) -> str:
-    """Why this backend cannot serve a call; empty if it can."""
+    """Why this backend cannot serve a call; empty if it can. ``grouped`` heads share keys."""
     major, minor = torch.cuda.get_device_capability(device)
     if major != 9:
         return f"needs a Hopper GPU (compute capability 9.x), got {major}.{minor}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"needs bf16 or fp16, got {dtype}"
-    if max(width, value_width) > 256 or width % 8 or value_width % 8:
-        return f"needs head widths in multiples of 8 up to 256, got {width} and {value_width}"
+    if reason := _refused_widths(width, value_width, grouped):
+        return reason
     try:
         need = block_sizes(width, value_width)
     except (ImportError, RuntimeError) as error:
@@ -175,6 +177,23 @@ def _refusal(
         and blocks[3] == need[3]
     )
     return "" if fits else f"needs attention_blocks {need} at these head widths, got {blocks}"
+
+
+def _refused_widths(width: int, value_width: int, grouped: bool) -> str:
+    """Why fa4's backward cannot serve these head widths; empty if it can.
+
+    It adds query gradients in tiles whose width is a multiple of 16 but reads them as if it were
+    one of 32: other gradients come out, without an error. Most unequal widths do not compile or do
+    not fit into shared memory. The fp32 sums of grouped heads lie where keys and values were.
+    """
+    if (width, value_width) == (192, 128):
+        return "needs equal widths of keys and values that heads share, got 192, 128" * grouped
+    if width == value_width and width in (*range(32, 193, 32), 256):
+        return ""
+    return (
+        "needs equal widths of keys and values in multiples of 32 up to 192 or of 256, or widths "
+        f"192 and 128, got {width} and {value_width}"
+    )
 
 
 @functools.cache

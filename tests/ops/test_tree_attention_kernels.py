@@ -208,6 +208,39 @@ def test_fa4_names_each_part_that_it_relies_on(monkeypatch):
         fa4._check_interface(parts, "9.9")
 
 
+@pytest.mark.parametrize(
+    "width, value_width, grouped, need",
+    [
+        (192, 128, True, "equal widths of keys and values that heads share, got 192, 128"),
+        (80, 80, False, "equal widths of keys and values in multiples of 32 .* got 80 and 80"),
+        (224, 224, False, ".* up to 192 or of 256, or widths 192 and 128, got 224 and 224"),
+        (64, 128, False, ".* or widths 192 and 128, got 64 and 128"),
+        (64, 32, False, ".* or widths 192 and 128, got 64 and 32"),
+        *((*widths, False, "") for widths in [(32, 32), (192, 128), (192, 192), (256, 256)]),
+        *((width, width, True, "") for width in [64, 96, 128, 192, 256]),
+    ],
+)
+def test_fa4_refuses_widths_that_its_backward_lacks(monkeypatch, width, value_width, grouped, need):
+    fa4 = pytest.importorskip("harts_ops.kernels.tree_attention_fa4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(fa4, "_refusal", fa4._refusal.__wrapped__)
+    monkeypatch.setattr(fa4, "block_sizes", lambda width, value_width: (128, 128, 64, 96))
+    monkeypatch.setattr(fa4, "_log_choice", lambda reason: None)
+    q, k, v = (
+        torch.empty(3, heads, last, dtype=torch.bfloat16)
+        for heads, last in (
+            (4, width),
+            (2 if grouped else 4, width),
+            (2 if grouped else 4, value_width),
+        )
+    )
+    plan = (*[None] * 6, 128, 128, 64, 96, 1.0)
+    assert fa4.chosen(q, k, v, *plan, "auto") == (not need)
+    if need:
+        with pytest.raises(ValueError, match=f"backend 'fa4': needs {need}"):
+            fa4.chosen(q, k, v, *plan, "fa4")
+
+
 def programs_and_work(blocks, heads, lines):
     """All programs as fa4 starts them, counts of ``lines`` block lists, work of each block."""
     rng = np.random.default_rng(blocks)
@@ -373,6 +406,10 @@ def test_backends_on_large_trees(backend, widths, heads, key_heads, own):
     truth = with_reference(q, k, v, grad, plan, torch.double)
     reference = with_reference(q, k, v, grad, plan, torch.bfloat16)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
+    if backend == "fa4" and heads > key_heads and widths[0] != widths[1]:
+        with pytest.raises(ValueError, match="needs equal widths of keys and values"):
+            tree_attention(q, k, v, **plan, backend=backend)
+        backend = "auto"  # takes triton, with the blocks that were planned for fa4
     out, lse = tree_attention(q, k, v, **plan, backend=backend, return_lse=True)
     mine = (out, lse, *torch.autograd.grad(out, (q, k, v), grad))
     assert_close_enough(mine, reference, truth)
