@@ -209,6 +209,12 @@ def _package() -> _Package:
         raise ImportError(
             f"needs the package flash-attn-4 (pip install 'harts[fa4]'): {error}"
         ) from error
+    # Another thread's call may have our classes in place of fa4's.
+    with starting.exchanging:
+        return _found(modules, version)
+
+
+def _found(modules: dict[str, Any], version: str) -> _Package:
     _check_interface(modules, version)
     interface, backward_module = modules["interface"], modules["flash_bwd_sm90"]
     visible, addresses, read = _interval_mask()

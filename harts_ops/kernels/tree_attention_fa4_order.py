@@ -24,7 +24,7 @@ from torch import Tensor
 _LONG = 32
 _CHUNK = 64
 _local = threading.local()
-_exchanging = threading.Lock()
+exchanging = threading.Lock()
 
 
 @triton.jit
@@ -108,7 +108,7 @@ def processors(device: torch.device) -> int:
 @contextlib.contextmanager
 def exchanged(*classes: tuple[Any, Any]) -> Generator[None]:
     """Let fa4 compile with ours of these (module, class); compiled kernels are unaffected."""
-    with _exchanging:
+    with exchanging:
         names = [ours.__name__ for _, ours in classes]
         shipped = [getattr(module, name) for (module, _), name in zip(classes, names, strict=True)]
         for module, ours in classes:

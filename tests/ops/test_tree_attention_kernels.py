@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -313,6 +314,27 @@ def test_fa4_looks_places_up_only_in_our_calls(monkeypatch):
             compiled.kernel("q", Params(4, 1), list, aux)
     assert interface.FlashAttentionForwardSm90 is shipped
     assert ours().kernel(*arguments) == (1, 2, 0)
+
+
+def test_fa4_is_not_read_while_our_classes_are_in_place(monkeypatch):
+    fa4 = pytest.importorskip("harts_ops.kernels.tree_attention_fa4")
+
+    class Shipped:
+        pass
+
+    ours = type("Shipped", (Shipped,), {})
+    module = types.SimpleNamespace(Shipped=Shipped)
+    monkeypatch.setattr(fa4.metadata, "version", lambda name: "9.9")
+    monkeypatch.setattr(fa4.importlib, "import_module", lambda name: module)
+    monkeypatch.setattr(fa4, "_found", lambda modules, version: seen.append(module.Shipped))
+    seen: list = []
+    reader = threading.Thread(target=fa4._package.__wrapped__)
+    with fa4.starting.exchanged((module, ours)):
+        reader.start()
+        reader.join(0.2)
+        assert module.Shipped is ours and not seen
+    reader.join(10)
+    assert seen == [Shipped]
 
 
 def test_fa4_masks_leanly_only_in_our_calls():
