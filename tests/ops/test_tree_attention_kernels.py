@@ -67,9 +67,16 @@ def make_inputs(plan, heads, key_heads, width, value_width, dtype):
 
 
 def with_reference(q, k, v, grad, plan, dtype):
-    q, k, v = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
+    """One key head after the other: they share nothing, and each one's scores are dense."""
+    groups = [x.detach().to(dtype).chunk(k.shape[1], 1) for x in (q, k, v, grad)]
+    found = [_group(*x, plan) for x in zip(*groups, strict=True)]
+    return tuple(torch.cat(x, 1) for x in zip(*found, strict=True))
+
+
+def _group(q, k, v, grad, plan):
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
     out, lse = tree_attention_reference(q, k, v, **plan, return_lse=True)
-    return out, lse, *torch.autograd.grad(out, (q, k, v), grad.to(dtype))
+    return out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), grad)
 
 
 def with_kernels(q, k, v, grad, plan, *, tile=None):
@@ -112,6 +119,13 @@ PLANS = {
 SHAPES = [(2, 2, 24, 16), (4, 2, 16, 32), (2, 1, 48, 20), (1, 1, 12, 16)]
 if ON_GPU:
     SHAPES = [(2, 2, 24, 16), (4, 4, 192, 128), (4, 2, 128, 128), (2, 2, 64, 64), (2, 1, 256, 256)]
+
+
+@pytest.fixture(autouse=ON_GPU)
+def leave_memory_to_other_workers():
+    """PyTorch keeps what was freed, and the workers of pytest-xdist share one GPU."""
+    yield
+    torch.cuda.empty_cache()
 
 
 @needs_kernels
@@ -416,7 +430,7 @@ FA4 = {
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "heads, key_heads, own",
-    [(4, 4, None), (7, 7, slice(1500, None)), (1, 1, slice(40, None, 3)), (16, 2, None)],
+    [(4, 4, None), (7, 7, slice(1500, None)), (1, 1, slice(40, None, 3)), (8, 2, None)],
 )
 @pytest.mark.parametrize("widths", FA4)
 @pytest.mark.parametrize("backend", ["triton", "fa4"])
@@ -467,6 +481,8 @@ def test_triton_is_deterministic():
 @pytest.mark.gpu
 def test_more_than_2_to_the_31_elements():
     rows, heads, width, length = 70_000, 256, 128, 128  # chains of 128 rows
+    if torch.cuda.mem_get_info()[0] < 32 << 30:
+        pytest.skip("needs 32 GiB of free GPU memory: five tensors of 4.3 GiB, and a sum")
     row = torch.arange(rows, dtype=torch.int32, device=DEVICE)
     end = ((row // length + 1) * length).clamp(max=rows)
     q = torch.randn(rows, heads, width, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
