@@ -45,8 +45,8 @@ def prefetch(rows, WIDTH: tl.constexpr, ON: tl.constexpr):
     """
     if ON:
         LINE: tl.constexpr = 1024 // rows.dtype.element_ty.primitive_bitwidth  # 128 bytes
-        NUM_LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(WIDTH, LINE))
-        lines = tl.minimum(tl.arange(0, NUM_LINES) * LINE, WIDTH - 1)
+        lines = tl.arange(0, triton.next_power_of_2(triton.cdiv(WIDTH, LINE)))
+        lines = tl.minimum(lines * LINE, WIDTH - 1)
         at = (rows[:, None] + lines[None, :]).to(tl.int64)
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
