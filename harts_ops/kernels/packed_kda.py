@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from harts_ops.kernels import packed_kda_launch as launch
+from harts_ops.kernels import packed_kda_launch_backward as launch_back
 from harts_ops.kernels.packed_kda_call import make_call
 
 
@@ -44,19 +45,21 @@ def backward(
         rows = launch.destination(call, None, exported_states)
         prepared = launch.prepare(call, scores, inverse, rows, grad_out)
         states, delta = launch.rescan(call, prepared, exported_states)
-        grad_states, grad_delta, grad_sources = launch.reverse_scan(call, prepared, grad_exported)
-        grads = launch.empty_gradients(call)
+        grad_states, grad_delta, grad_sources = launch_back.reverse_scan(
+            call, prepared, grad_exported
+        )
+        grads = launch_back.empty_gradients(call)
         chunk_states = (states, delta, grad_states, grad_delta)
-        state_grads = launch.state_gradient(call, prepared, chunk_states)
+        state_grads = launch_back.state_gradient(call, prepared, chunk_states)
         del states, grad_states, chunk_states
         deltas = (delta, grad_delta)
-        parts, d_beta, d_v = launch.matrix_gradient(call, prepared, deltas, state_grads, grads)
+        parts, d_beta, d_v = launch_back.matrix_gradient(call, prepared, deltas, state_grads, grads)
         del delta, grad_delta, deltas, state_grads
-        packed, of_chunks = launch.gradient(call, prepared, parts, grads)
+        packed, of_chunks = launch_back.gradient(call, prepared, parts, grads)
         del prepared, parts
-        of_rows = launch.row_gradient(call, grads, (*packed, d_beta, d_v))
-        launch.activation_gradient(call, grads, of_chunks, of_rows)
-        launch.source_gradient(call, grads, grad_sources)
+        of_rows = launch_back.row_gradient(call, grads, (*packed, d_beta, d_v))
+        launch_back.activation_gradient(call, grads, of_chunks, of_rows)
+        launch_back.source_gradient(call, grads, grad_sources)
     return tuple(grads.values())
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from harts_ops.kernels import packed_kda_launch as launch
+from harts_ops.kernels import packed_kda_launch_backward as launch_back
 from harts_ops.kernels.packed_kda_call import CONFIG_FILE, Call, make_call, narrowest
 
 Candidate = tuple[str, dict[str, int]]  # kernel, its launch options
@@ -203,23 +204,23 @@ def make_stages(args: list[Any]) -> dict[str, Callable[[dict[str, int]], Any]]:
     grad_out = torch.randn_like(out)
     prepared = launch.prepare(call, scores, inverse, rows, grad_out)
     states, delta = launch.rescan(call, prepared, exported)
-    grad_states, grad_delta, _ = launch.reverse_scan(call, prepared, None)
-    grads = launch.empty_gradients(call)
+    grad_states, grad_delta, _ = launch_back.reverse_scan(call, prepared, None)
+    grads = launch_back.empty_gradients(call)
     chunk_states = (states, delta, grad_states, grad_delta)
-    state_grads = launch.state_gradient(call, prepared, chunk_states)
+    state_grads = launch_back.state_gradient(call, prepared, chunk_states)
     inner = (prepared, (delta, grad_delta), state_grads, grads)
-    parts, d_beta, d_v = launch.matrix_gradient(call, *inner)
-    packed = (*launch.gradient(call, prepared, parts, grads)[0], d_beta, d_v)
+    parts, d_beta, d_v = launch_back.matrix_gradient(call, *inner)
+    packed = (*launch_back.gradient(call, prepared, parts, grads)[0], d_beta, d_v)
     runs: dict[str, Callable[[Call], Any]] = {
         "prepare": lambda c: launch.prepare(c, scores, inverse, rows),
         "reprepare": lambda c: launch.prepare(c, scores, inverse, rows, grad_out),
         "scan": lambda c: launch.scan(c, prepared, exported, rows, out),
         "rescan": lambda c: launch.rescan(c, prepared, exported),
-        "reverse_scan": lambda c: launch.reverse_scan(c, prepared, None),
-        "state_gradient": lambda c: launch.state_gradient(c, prepared, chunk_states),
-        "matrix_gradient": lambda c: launch.matrix_gradient(c, *inner),
-        "gradient": lambda c: launch.gradient(c, prepared, parts, grads),
-        "row_gradient": lambda c: launch.row_gradient(c, grads, packed),
+        "reverse_scan": lambda c: launch_back.reverse_scan(c, prepared, None),
+        "state_gradient": lambda c: launch_back.state_gradient(c, prepared, chunk_states),
+        "matrix_gradient": lambda c: launch_back.matrix_gradient(c, *inner),
+        "gradient": lambda c: launch_back.gradient(c, prepared, parts, grads),
+        "row_gradient": lambda c: launch_back.row_gradient(c, grads, packed),
     }
 
     def stage(kernel: str) -> Callable[[dict[str, int]], Any]:
