@@ -40,8 +40,8 @@ SEARCH: dict[str, dict[str, tuple[int, ...]]] = {
     "rescan": _SCAN,
     "reverse_scan": _SCAN,
     "reverse_scan_short": _SCAN,
-    "state_gradient": _CHUNK | {"num_stages": (1,), "STAGES": (1, 2)},
-    "matrix_gradient": _CHUNK,
+    "state_gradient": _CHUNK | {"num_stages": (1,), "STAGES": (1, 2, 3)},
+    "matrix_gradient": _CHUNK | {"num_stages": (1, 2, 3)},
     "gradient": {"num_warps": (1, 2)},  # four would multiply as a group, from narrow tiles
     "row_gradient": {"BR": (4, 8, 16, 32), "num_warps": (1, 2, 4, 8)},
 }
