@@ -19,6 +19,7 @@ from harts_titan.batch import StepBatch, step_batch
 from harts_titan.loss import Couples, TargetMetadata, Totals
 from planner import PlannerConfig, make_plan
 from planner.rollouts import Rollouts, read_rollouts, renumber_tokens
+from planner.stages import stage
 
 # An objective that needs advantages says so itself; fine-tuning works without.
 REQUIRED_COLUMNS = ("token_ids", "loss_mask")
@@ -408,7 +409,11 @@ class RolloutDataLoader(BaseDataLoader):
             ahead: Future | None = None
             warned = False
             for number in count():
-                found = self._step_at(self.cursor) if ahead is None else ahead.result()
+                if ahead is None:
+                    with stage(f"planning step {number + 1} of this run", logger.info):
+                        found = self._step_at(self.cursor)
+                else:
+                    found = ahead.result()
                 if found is None:
                     logger.info(
                         f"{self.config.dataset_path}: the rollouts end after {number} "

@@ -3,9 +3,7 @@
 import argparse
 import json
 import sys
-import threading
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +12,8 @@ import numpy as np
 from planner import InterfaceConfig, Layout, PlannerConfig, SearchConfig, StepPlan, make_plan
 from planner.cost import MODELS, fit_costs, model_config
 from planner.rollouts import read_rollouts
+from planner.stages import stage
 
-_QUIET_S = 2.0  # a stage that takes longer says so
 _MEASURED = ("rows", "pairs", "forward_s", "backward_s")
 
 
@@ -34,10 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _show(options: argparse.Namespace) -> int:
     config = _config(options)
     _check_outputs(options)
-    with _stage(f"reading {options.file}"):
+    with stage(f"reading {options.file}"):
         rollouts = read_rollouts(options.file, required=("token_ids",))
     trajectories = rollouts.token_ids
-    with _stage(f"planning {len(trajectories):,} trajectories"):
+    with stage(f"planning {len(trajectories):,} trajectories"):
         plan = make_plan(trajectories, config)
     if options.json is not None:
         options.json.write_text(json.dumps(plan.to_json()) + "\n", encoding="utf-8")
@@ -48,7 +46,7 @@ def _show(options: argparse.Namespace) -> int:
     if options.plot is not None:
         from planner.pictures import draw_plan
 
-        with _stage(f"drawing {options.plot}"):
+        with stage(f"drawing {options.plot}"):
             draw_plan(plan, trajectories, options.plot)
     if options.compare:
         _compare(options, trajectories, rollouts.group, config)
@@ -124,39 +122,6 @@ def _check_outputs(options: argparse.Namespace) -> None:
         from planner.pictures import check_picture
 
         check_picture(options.plot)
-
-
-@contextmanager
-def _stage(what: str) -> Generator[None, None, None]:
-    """Say once on standard error what takes long: the stage, or compiling for it."""
-    done = threading.Event()
-    compiled = _compiles()
-
-    def tell() -> None:
-        told: set[str] = set()
-        while not done.wait(_QUIET_S):
-            compiling = _compiles() > compiled
-            line = "compiling the planner's search (once)" if compiling else f"{what} ..."
-            if line not in told:
-                print(line, file=sys.stderr, flush=True)
-            told.add(line)
-
-    thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
-def _compiles() -> int:
-    """Count the functions that numba did not find in its cache: none without numba."""
-    count = 0
-    for name in ("kernels", "exchange", "depths"):
-        for value in list(vars(sys.modules.get(f"planner.{name}", object)).values()):
-            count += bool(getattr(getattr(value, "stats", None), "cache_misses", None))
-    return count
 
 
 def tree_levels(layout: Layout) -> int:

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from planner import PlannerConfig, make_plan, plan_microbatch, step_layouts
-from planner.__main__ import _stage, main, tree_levels
+from planner import PlannerConfig, make_plan, plan_microbatch, stages, step_layouts
+from planner.__main__ import main, tree_levels
 from planner.pictures import schedule_rows
+from planner.stages import stage
 from tests.trees import named_trees, random_trajectories
 
 DATA = Path(__file__).parent.parent / "data" / "toolbench_dfs.treestep.npz"
@@ -146,29 +147,27 @@ def test_options_reach_the_plan(tmp_path, capsys):
 
 
 def test_long_stages_tell_that_they_run(monkeypatch, capsys):
-    monkeypatch.setattr(sys.modules["planner.__main__"], "_QUIET_S", 0.01)
-    with _stage("reading r.jsonl"):
+    monkeypatch.setattr(stages, "_QUIET_S", 0.01)
+    with stage("reading r.jsonl"):
         time.sleep(0.1)
     assert capsys.readouterr().err == "reading r.jsonl ...\n"
 
 
 def test_compiling_is_told_once(monkeypatch, capsys):
-    command = sys.modules["planner.__main__"]
-    monkeypatch.setattr(command, "_QUIET_S", 0.01)
+    monkeypatch.setattr(stages, "_QUIET_S", 0.01)
     misses = iter([3])
-    monkeypatch.setattr(command, "_compiles", lambda: next(misses, 4))
-    with _stage("planning"):
+    monkeypatch.setattr(stages, "_compiles", lambda: next(misses, 4))
+    with stage("planning"):
         time.sleep(0.1)
     assert capsys.readouterr().err == "compiling the planner's search (once)\n"
 
 
 def test_functions_that_numba_compiled_are_counted(monkeypatch):
     kernels = importlib.import_module("planner.kernels")
-    command = sys.modules["planner.__main__"]
-    before = command._compiles()
+    before = stages._compiles()
     new = SimpleNamespace(stats=SimpleNamespace(cache_misses={"int64": 1}))
     monkeypatch.setattr(kernels, "_new", new, raising=False)
-    assert command._compiles() == before + 1
+    assert stages._compiles() == before + 1
 
 
 def test_nothing_shared_between_microbatches_needs_no_producer(tmp_path, capsys):
