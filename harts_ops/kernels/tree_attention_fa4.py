@@ -40,6 +40,8 @@ _USED = {  # parts of `flash_attn.cute`, and the arguments that are relied on
     "tile_scheduler.SingleTileScheduler.create": {"params", "ctx"},
     "tile_scheduler.SingleTileScheduler.Params": {"num_block", "num_splits"},
 }
+# Head widths at which GPU tests compare its gradients: others are served to who asks for it.
+_COMPARED = {(64, 64), (128, 128), (192, 128)}
 _log = logging.getLogger("harts_ops.tree_attention")
 
 
@@ -70,6 +72,7 @@ def chosen(q: Tensor, k: Tensor, v: Tensor, *plan) -> bool:
     if backend == "fa4" and reason:
         raise ValueError(f"tree_attention backend 'fa4': {reason}")
     if backend == "auto":
+        reason = reason or _doubt(q.shape[2], v.shape[2])
         _log_choice(reason)
     return not reason and q.shape[0] > 0 and k.shape[0] > 0
 
@@ -138,7 +141,7 @@ def block_sizes(width: int, value_width: int) -> tuple[int, int, int, int]:
 def preferred_blocks(
     device: torch.device, dtype: torch.dtype, width: int, value_width: int, backend: str
 ) -> tuple[int, int, int, int] | None:
-    """`block_sizes` if this backend can serve such calls, else None; an error for "fa4"."""
+    """`block_sizes` if this backend serves such calls, else None; an error for "fa4"."""
     try:
         need = block_sizes(width, value_width)
         reason = _refusal(device, dtype, width, value_width, need)
@@ -146,7 +149,15 @@ def preferred_blocks(
         need, reason = None, str(error)
     if backend == "fa4" and reason:
         raise ValueError(f"tree_attention backend 'fa4': {reason}")
-    return None if reason else need
+    doubt = backend == "auto" and _doubt(width, value_width)
+    return None if reason or doubt else need
+
+
+def _doubt(width: int, value_width: int) -> str:
+    """Why "auto" does not take this backend though it may serve a call; empty if it does."""
+    if (width, value_width) in _COMPARED:
+        return ""
+    return f"its gradients have not been compared at head widths {width} and {value_width}"
 
 
 @functools.lru_cache

@@ -250,10 +250,12 @@ def test_fa4_refuses_widths_that_its_backward_lacks(monkeypatch, width, value_wi
         )
     )
     plan = (*[None] * 6, 128, 128, 64, 96, 1.0)
-    assert fa4.chosen(q, k, v, *plan, "auto") == (not need)
+    assert fa4.chosen(q, k, v, *plan, "auto") == (not need and (width, value_width) in FA4)
     if need:
         with pytest.raises(ValueError, match=f"backend 'fa4': needs {need}"):
             fa4.chosen(q, k, v, *plan, "fa4")
+    else:
+        assert fa4.chosen(q, k, v, *plan, "fa4")
 
 
 def programs_and_work(blocks, heads, lines):
@@ -376,6 +378,8 @@ def test_preferred_blocks_are_those_of_fa4_where_it_runs(monkeypatch):
     monkeypatch.setattr(fa4, "_refusal", fa4._refusal.__wrapped__)
     monkeypatch.setattr(fa4, "block_sizes", lambda width, value_width: (128, 128, 64, 96))
     assert preferred_attention_blocks(192, 128, device="cuda") == (128, 128, 64, 96)
+    assert preferred_attention_blocks(192, 192, device="cuda") == (128,) * 4
+    assert preferred_attention_blocks(192, 192, device="cuda", backend="fa4") == (128, 128, 64, 96)
     assert preferred_attention_blocks(192, 128, device="cpu") == (128,) * 4
     assert preferred_attention_blocks(192, 128, device="cuda", backend="triton") == (128,) * 4
     assert preferred_attention_blocks(192, 128, device="cuda", dtype=torch.float) == (128,) * 4
