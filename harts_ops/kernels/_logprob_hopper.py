@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from harts_ops.kernels.launching import processors
+
 # Rows, tokens and width of a block: with these the matrix units are busiest on an H200.
 BLOCK_M, BLOCK_V, BLOCK_D = 128, 256, 64
 GROUP = 16  # blocks of rows that are taken together, for their operands to stay in the cache
@@ -70,13 +72,6 @@ def _grid(rows_MD: Tensor, vocab: int) -> tuple[int]:
     """One program on each multiprocessor, as its shared memory allows."""
     blocks = triton.cdiv(rows_MD.shape[0], BLOCK_M) * triton.cdiv(vocab, BLOCK_V)
     return (min(blocks, processors(rows_MD)),)
-
-
-def processors(x: Tensor) -> int:
-    """Multiprocessors of the tensor's device; those of an H100 or H200 if it has none."""
-    if not x.is_cuda:
-        return 132
-    return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
 def _blocks() -> dict[str, int]:

@@ -1,8 +1,9 @@
-"""Launches of Triton kernels that cost the host little after the first of a kind."""
+"""Launches of Triton kernels that cost the host little after the first of a kind; their sizes."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
@@ -54,3 +55,10 @@ def cdiv(x: int, y: int) -> int:
 def specialisation(x: Tensor | None) -> Any:
     """What Triton compiles a kernel for in a tensor."""
     return x if x is None else (x.dtype, x.data_ptr() % 16 == 0)
+
+
+def processors(x: Tensor) -> int:
+    """Multiprocessors of the tensor's device; those of an H100 or H200 if it has none."""
+    if not x.is_cuda:
+        return 132
+    return torch.cuda.get_device_properties(x.device).multi_processor_count

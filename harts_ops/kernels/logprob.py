@@ -18,6 +18,7 @@ from torch import Tensor
 
 from harts_ops.kernels import _logprob_hopper as hopper
 from harts_ops.kernels import _logprob_triton as kernels
+from harts_ops.kernels.launching import processors
 from harts_ops.logprob import read_logits
 
 MIB = 1 << 20
@@ -297,7 +298,7 @@ def _backward_tile(num_rows: int, vocab: int, elements: int, like: Tensor) -> in
     The tile's weight gradient, cut into the 128 x 256 blocks of a large cuBLAS kernel, should fill
     the multiprocessors in whole waves: they differ by a quarter otherwise.
     """
-    sms = hopper.processors(like)
+    sms = processors(like)
     most = min(MAX_TILE, vocab, elements // max(num_rows, 1)) // 128
     columns = triton.cdiv(like.shape[1], 256)
 

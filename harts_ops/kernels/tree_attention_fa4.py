@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from harts_ops.kernels import tree_attention_fa4_order as starting
+from harts_ops.kernels.launching import cdiv, processors
 
 _TESTED = "4.0.0b36"
 _COMMON = {"softmax_scale", "mask_mod", "aux_scalars", "block_sparse_tensors"}
@@ -82,10 +83,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *plan) -> tuple[Tensor, Tensor]:
     subtree_end, q_row, kv_count, kv_index, _, _, block_q, block_kv, _, _, scale, _ = plan
     package = _package()
     subtree_end, q_row = subtree_end.contiguous(), q_row.contiguous()
-    sizes = (-(-q.shape[0] // block_q), -(-k.shape[0] // block_kv))
+    sizes = (cdiv(q.shape[0], block_q), cdiv(k.shape[0], block_kv))
     widths = (q.shape[2], v.shape[2])
     tile = package.forward_tile(*widths, False, False, sparse_block_size_q=block_q).m_block_size
-    blocks = -(-q.shape[0] // tile)
+    blocks = cdiv(q.shape[0], tile)
     order = starting.forward_order(kv_count, blocks, q.shape[1], block_q // tile)
     with starting.exchanged(*package.forward_classes):
         out, lse, *_ = package.forward(
@@ -109,9 +110,8 @@ def backward(
     subtree_end, q_row, _, _, q_count, q_index, _, _, block_q, block_kv, scale, _ = plan
     package = _package()
     subtree_end, q_row = subtree_end.contiguous(), q_row.contiguous()
-    sizes = (-(-k.shape[0] // block_kv), -(-q.shape[0] // block_q))
-    processors = starting.processors(q.device)
-    order = starting.backward_order(q_count, sizes[0], q.shape[1], processors)
+    sizes = (cdiv(k.shape[0], block_kv), cdiv(q.shape[0], block_q))
+    order = starting.backward_order(q_count, sizes[0], q.shape[1], processors(q))
     with starting.exchanged(*package.backward_classes):
         grads = package.backward(
             q[None],

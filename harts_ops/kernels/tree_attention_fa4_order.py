@@ -7,14 +7,12 @@ end alone. A table that the GPU makes holds another order, in which programs loo
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 import inspect
 import threading
 from collections.abc import Generator
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -97,12 +95,6 @@ def _program_order(
         count, order, blocks, count.stride(0), tiles, heads, early, longest, CHUNK=_CHUNK
     )
     return order
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @contextlib.contextmanager
