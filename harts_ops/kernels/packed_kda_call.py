@@ -64,6 +64,10 @@ class Call:
     def has_halo(self) -> bool:
         return self.inputs.halo_k is not None
 
+    def halo(self, *names: str) -> list[str]:
+        """Names of the halo's inputs; without one, own rows stand in for it and are not read."""
+        return [f"halo_{name}" if self.has_halo else name for name in names]
+
     def packed(self, width: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.inputs.q.new_empty(self.num_packed, self.heads, width, dtype=dtype)
 

@@ -99,7 +99,7 @@ def prepare(
         options = options | {"BK": min(options["BK"], 64)}  # more levels of pairs, more registers
     call.launcher(name, _prepares._prepare_kernel, call.num_chunks * call.heads)(
         *inputs[:5],
-        *(inputs[5:9] if call.has_halo else inputs[1:5]),
+        *(getattr(inputs, name) for name in call.halo("k", "v", "gate", "beta")),
         *activation(inputs),
         inputs.packed_row,
         inputs.cu_seqlens,

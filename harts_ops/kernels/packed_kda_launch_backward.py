@@ -128,10 +128,7 @@ def matrix_gradient(
             dk_decay,
             d_beta,
             d_v,
-            grads["v"],
-            grads["beta"],
-            grads["halo_v" if call.has_halo else "v"],
-            grads["halo_beta" if call.has_halo else "beta"],
+            *(grads[name] for name in ("v", "beta", *call.halo("v", "beta"))),
             inputs.q.shape[0],
             call.num_packed,
             inputs.scale,
@@ -167,8 +164,7 @@ def gradient(
             inputs.q,
             inputs.k,
             inputs.gate,
-            inputs.halo_k if call.has_halo else inputs.k,
-            inputs.halo_gate if call.has_halo else inputs.gate,
+            *(getattr(inputs, name) for name in call.halo("k", "gate")),
             *activation(inputs),
             inputs.packed_row,
             inputs.packed_ptr,
@@ -180,8 +176,7 @@ def gradient(
             d_q,
             d_k,
             d_g,
-            *(grads[name] for name in ("q", "k", "gate")),
-            *(grads[f"halo_{name}" if call.has_halo else name] for name in ("k", "gate")),
+            *(grads[name] for name in ("q", "k", "gate", *call.halo("k", "gate"))),
             d_a_log,
             d_dt_bias,
             inputs.q.shape[0],
@@ -216,7 +211,6 @@ def row_gradient(
     """Sum what is still packed into rows; parts of the gradients of A_log and dt_bias."""
     inputs = call.inputs
     own = ("k", "v", "gate", "beta")
-    halo = tuple(f"halo_{name}" for name in own) if call.has_halo else own
     num_own = inputs.q.shape[0]
     num_rows = inputs.packed_ptr.shape[0] - 1 if call.has_halo else num_own
     options = call.options["row_gradient"]
@@ -227,10 +221,9 @@ def row_gradient(
         *packed,
         inputs.gate,
         inputs.beta,
-        *(getattr(inputs, name) for name in halo[2:]),
+        *(getattr(inputs, name) for name in call.halo("gate", "beta")),
         *activation(inputs),
-        *(grads[name] for name in ("q", *own)),
-        *(grads[name] for name in halo),
+        *(grads[name] for name in ("q", *own, *call.halo(*own))),
         d_a_log,
         d_dt_bias,
         inputs.packed_order,
