@@ -21,7 +21,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import environment, keep_few_configurations, milliseconds, require_gpu, version
+from benchmarks.gpu import (
+    environment,
+    host_milliseconds,
+    keep_few_configurations,
+    launches,
+    milliseconds,
+    require_gpu,
+    version,
+)
 from benchmarks.shapes import depth_groups, equal_rounds, packed_plan, round_plans, tree_layouts
 from harts_ops import PACKED_KDA_PLAN, packed_kda
 from planner.plan import Layout
@@ -261,17 +269,9 @@ def bench_small() -> dict[str, float]:
     plan = equal_rounds(6, 5, 128)
     call = forward_backward(ours(plan), len(plan["packed_row"]))
     device = milliseconds(call, repeats=20, warmup=5)
-    start = time.perf_counter()
-    for _ in range(20):
-        call()
-    host = 1000 * (time.perf_counter() - start) / 20
-    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profiler:
-        call()
-        torch.cuda.synchronize()
-    on_gpu = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    busy = sum(e.time_range.elapsed_us() for e in on_gpu) / 1000
-    return {"host_ms": host, "ms": device, "kernels_ms": busy, "launches": len(on_gpu)}
+    host = host_milliseconds(call, 20)
+    count, busy = launches(call)
+    return {"host_ms": host, "ms": device, "kernels_ms": busy, "launches": count}
 
 
 def floors() -> dict[str, tuple[float, float]]:

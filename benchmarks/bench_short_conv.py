@@ -15,7 +15,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import environment, keep_few_configurations, milliseconds, require_gpu, version
+from benchmarks.gpu import (
+    environment,
+    host_milliseconds,
+    keep_few_configurations,
+    launches,
+    milliseconds,
+    require_gpu,
+    version,
+)
 from benchmarks.shapes import branching_rollouts, microbatch
 from harts_ops import TREE_SHORT_CONV_PLAN, tree_short_conv
 
@@ -131,16 +138,8 @@ def bench_small(width: int) -> dict[str, float]:
     for name, call in calls.items():
         call()
         torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(50):
-            call()
-        found[f"{name}_host_us"] = (time.perf_counter() - start) * 2e4
-        activities = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profiler:
-            call()
-            torch.cuda.synchronize()
-        on_gpu = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-        found[f"{name}_launches"] = len(on_gpu)
+        found[f"{name}_host_us"] = 1000 * host_milliseconds(call, 50)
+        found[f"{name}_launches"], _ = launches(call)
     return found
 
 

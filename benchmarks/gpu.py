@@ -6,6 +6,7 @@ import importlib.metadata
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,24 @@ def milliseconds(
         end.record()
     torch.cuda.synchronize()
     return statistics.median(start.elapsed_time(end) for start, end in events) / calls
+
+
+def host_milliseconds(call: Callable[[], object], repeats: int) -> float:
+    """Mean time that the host takes for a call, while the GPU may fall behind."""
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return 1000 * (time.perf_counter() - start) / repeats
+
+
+def launches(call: Callable[[], object]) -> tuple[int, float]:
+    """What one call launches on the GPU, and how many milliseconds it runs there."""
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profiler:
+        call()
+        torch.cuda.synchronize()
+    on_gpu = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return len(on_gpu), sum(e.time_range.elapsed_us() for e in on_gpu) / 1000
 
 
 def environment(benchmark: str, commit: str | None = None) -> dict[str, str]:
